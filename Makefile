@@ -73,6 +73,9 @@ endif
 ifneq ($(filter-out plain avx2,$(CPU)),)
 $(error CPU is plain or avx2, or not given for what this machine has)
 endif
+ifneq ($(findstring $${,$(value SET)),)
+$(error SET has a $${...} in it, which make and the shell take for a name of theirs: write it in a recipe file, or call toolkit)
+endif
 version_of = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 ifneq ($(and $(findstring command,$(origin PYTHON)),$(wildcard $(BIN)/python)),)
 ifneq ($(call version_of,$(BIN)/python),$(call version_of,$(PYTHON)))
@@ -89,7 +92,8 @@ arguments = $(recipe) $(if $(filter-out 0,$(OVERWRITE)),--overwrite) $(if $(filt
 divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
 space := $(subst ,, )
 ## notdir takes a path with spaces for several.
-of_recipe = $(subst |,$(space),$(patsubst %.yml,%,$(patsubst %.yaml,%,$(notdir $(subst $(space),|,$(RECIPE))))))
+as_a_space = :space:
+of_recipe = $(subst $(as_a_space),$(space),$(patsubst %.yml,%,$(patsubst %.yaml,%,$(notdir $(subst $(space),$(as_a_space),$(RECIPE))))))
 run = "$(or $(RUN),$(of_recipe))"
 
 .PHONY: help env sft reward ppo collect q show validate plan chat generate eval judge export recipes test smoke test-gpu lint types check format docs wheel \

@@ -58,6 +58,7 @@ def test_the_run_of_a_file_has_its_name():
     for command, words in (("eval", ()), ("chat", ()), ("judge", ()), ("export", ("OUTPUT=folder",))):
         said = dry(command, "RECIPE=recipes/my.own.yaml", *words).stdout.replace('"', "")
         assert f"toolkit {command} my.own" in said and "my.own.yaml" not in said
+        assert f'toolkit {command} "a|b"' in dry(command, "RECIPE=a|b.yaml", *words).stdout
         assert f'toolkit {command} "my own"' in dry(command, "RECIPE=its dir/my own.yml", *words).stdout
     assert 'toolkit eval "doubling"' in dry("eval", "RECIPE=doubling").stdout
 
@@ -66,6 +67,11 @@ def test_a_remark_in_set_takes_no_option_away():
     for words in (("ppo", "RUN=odd", "RESUME=1"), ("plan", "GPU=odd"), ("eval", "GPUS=8"), ("judge", "OUTPUT=odd")):
         alone, remarked = dry(*words).stdout, dry(*words, "SET=ppo.kl_coef=0.4 # more").stdout
         assert remarked.partition("#")[0].split() == [*alone.split(), "ppo.kl_coef=0.4"]
+
+
+def test_what_make_and_the_shell_would_take_for_their_own_is_refused():
+    assert "SET has a ${...} in it" in dry("ppo", "SET=data.seed=${seed}").stderr
+    assert "base.model=" in dry("ppo", "SET=base.model=$(HOME)/model").stdout
 
 
 def test_a_switch_is_1_or_not_given():

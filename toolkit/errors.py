@@ -191,7 +191,7 @@ class CheckpointError(ToolkitError, ValueError):
 
 
 class RunInterrupted(ToolkitError, RuntimeError):
-    """Ctrl-C or SIGTERM ended a run, after its step was finished and all was saved."""
+    """Ctrl-C, SIGTERM or SIGHUP ended a run, after its step was finished and all was saved."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)

@@ -1,16 +1,17 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
-from toolkit.checkpoints import stop_requests
+from toolkit.checkpoints import STOPS, stop_requests
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_is_noted_and_handlers_come_back(number):
     before = signal.getsignal(number)
     with stop_requests(lambda: "step 3 is finished.") as request:
@@ -59,3 +60,50 @@ def test_a_worker_that_was_forked_ends_by_the_signal_and_says_nothing(capfd):
         worker.join(30)
     assert (worker.exitcode, request.received) == (-signal.SIGTERM, None)
     assert capfd.readouterr() == ("", "")
+
+
+IN_A_TERMINAL = """
+import sys, time
+from pathlib import Path
+from toolkit.checkpoints import stop_requests
+with stop_requests(lambda: "the step is finished.") as request:
+    print("begun", flush=True)
+    while request.received is None:
+        time.sleep(0.01)
+    print("what nobody reads", flush=True)
+    print("nor this", file=sys.stderr, flush=True)
+    Path(sys.argv[1]).write_text(f"saved after {request.received}")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
+def test_the_end_of_a_terminal_is_met_like_any_other(tmp_path):
+    """What the run prints from then on, which would be an error, is not what ends it."""
+    import fcntl
+    import termios
+
+    ours, its = os.openpty()
+    command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "saved")]
+
+    def take_terminal():
+        fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), its)
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=take_terminal, **streams)
+    os.close(its)
+    assert b"begun" in os.read(ours, 100)
+    os.close(ours)
+    assert child.wait(30) == 0
+    assert (tmp_path / "saved").read_text() == "saved after 1"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
+def test_what_was_started_to_outlive_its_terminal_does():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_requests(lambda: "step 3 is finished.") as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.tiny_runs import PAIRS, command_here
-from toolkit.errors import RecipeError
+from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.evaluate import as_trained, evaluate, measured, trained_on
 from toolkit.inference.saved_run import open_run
 from toolkit.spec.validate import measured_names
@@ -28,6 +28,27 @@ def test_evaluation_gives_the_figures_of_training(trained, monkeypatch):
     samples = (recipe.folder / "eval" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 6
     assert json.loads((recipe.stage_folder("ppo") / "result.json").read_text()) == trained_result  # left as it was
+
+
+def test_what_was_measured_is_shown_where_it_cannot_be_written(trained, monkeypatch, capsys):
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+
+    def full(*given):
+        raise ToolkitError("no space left")
+
+    monkeypatch.setattr("toolkit.inference.evaluate.write_jsonl", full)
+    with pytest.raises(ToolkitError, match="no space left"):
+        evaluate(open_run("chat", "ppo.temperature=null"))
+    assert "score" in capsys.readouterr().out
+
+
+def test_a_setting_that_was_taken_away_is_a_change(trained, monkeypatch):
+    folder, recipe = trained
+    monkeypatch.chdir(folder)
+    asked = open_run("chat", "ppo.response_length=null")
+    assert asked.values["ppo"].keys() == recipe.values["ppo"].keys() - {"response_length"}
+    assert measured(asked)[0]["changed"] == {"ppo.response_length": None}
 
 
 def test_it_is_measured_by_one_process_at_a_time(trained):

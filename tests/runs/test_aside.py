@@ -7,8 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from toolkit.checkpoints import whole_folder
+from toolkit.cli import app
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import aside, owned
@@ -104,11 +106,29 @@ def test_what_is_replaced_comes_back_as_it_was(run):
     assert content(run) == before and sorted(os.listdir(run)) == ["eval", "notes.md", "ppo", "recipe.yaml", "sft"]
 
 
+def test_where_nothing_can_be_deleted_what_is_to_be_stays(run, monkeypatch):
+    """As on a disk that is mounted to be read alone: a run there is chatted with."""
+    write(run, {".deleted/ppo/result.json": "old"})
+    assert aside.is_open(run)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert not aside.is_open(run)
+
+
+def test_a_stage_of_a_run_s_own_recipe_finds_it_where_a_kill_has_left_it(run, monkeypatch):
+    write(run, {"recipe.yaml": "base: {model: m}\nppo: {}\n"})
+    aside.make_room(run, ["ppo", "eval"], wanted="ppo")
+    assert not (run / "recipe.yaml").exists()
+    seen = []
+    monkeypatch.setattr("toolkit.recipes.load", lambda recipe, *rest, **named: seen.append(Path(recipe).is_file()))
+    done = CliRunner().invoke(app, ["ppo", str(run / "recipe.yaml"), "--resume", "--runs-dir", str(run.parent)])
+    assert seen == [True], done.output
+
+
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
     """Which may have a bin by the name under which the toolkit deletes."""
-    write(tmp_path / "photos", {".deleted/a.jpg": "mine"})
+    write(tmp_path / "photos", {".deleted/a.jpg": "mine", ".taken/b.jpg": "mine"})
     assert [*all_runs(tmp_path)] == [] and not aside.settle(tmp_path / "photos")
-    assert content(tmp_path) == {"photos/.deleted/a.jpg": "mine"}
+    assert content(tmp_path) == {"photos/.deleted/a.jpg": "mine", "photos/.taken/b.jpg": "mine"}
 
 
 def test_what_has_finished_lets_what_it_replaces_go(run):

@@ -1,5 +1,6 @@
 """Which stages of a run folder stand when settings change, what may be deleted there, what another run can take."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import owned, stages
 from toolkit.runs.differences import _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY, may_change
-from toolkit.runs.folder import check_outputs, claim, conflict, finished
+from toolkit.runs.folder import check_outputs, claim, conflict, finished, settle
 from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.longer import result_comes_back
 from toolkit.runs.owned import begin
@@ -173,6 +174,26 @@ def test_other_settings_are_refused_with_the_keys_and_the_ways_on(tmp_path, chec
         claim(other, "ppo", resume=True)
     assert there(recipe) == {"sft", "reward", "ppo"}
     assert (folder / "recipe.yaml").read_text() == recipe.to_yaml()
+
+
+def test_what_was_measured_of_a_policy_stays_where_q_values_are_trained_beside_it(tmp_path, checkpoint):
+    adapters = {"policy": LORA, "value": LORA, "q": LORA}
+    stages = {"collect": COLLECT, "q": {**FEW, "response_length": 3}, "reward": None}
+    recipe = chat_recipe(tmp_path, checkpoint, scorer=RULE, adapters=adapters, **stages)
+    finish(recipe, "ppo")
+    measured = recipe.folder / "eval"
+    begin(measured)
+    finish(recipe, "collect", "q")
+    finish_stage(recipe.stage_folder("q"), {"stage": "q"})
+    assert measured.exists()
+    claim(recipe, "ppo", overwrite=True)
+    assert not measured.exists()
+    # The run responds by its Q-values now, until it has a policy again.
+    begin(measured)
+    claim(recipe, "ppo", overwrite=True)
+    assert measured.exists()
+    finish_stage(recipe.stage_folder("ppo"), {"stage": "ppo"})
+    assert not measured.exists()
 
 
 def test_overwriting_deletes_what_is_outdated_and_nothing_else(tmp_path, checkpoint):
@@ -356,6 +377,26 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     third = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="third", sft=FEW)
     (first.stage_folder("reward") / "result.json").unlink()
     assert take_over(third, "chat", ["sft", "reward"])[1] == f"reward is run anew: {first.folder} has not finished it."
+
+
+def test_a_copy_that_does_not_fit_leaves_its_room(tmp_path, checkpoint, monkeypatch):
+    first = chat_recipe(tmp_path, checkpoint, sft=FEW)
+    finish(first, "sft")
+    second = chat_recipe(tmp_path, checkpoint, name="second", sft=FEW)
+    begun = second.folder / ".taken"
+
+    def full(source, target, **how):
+        begun.mkdir(parents=True)
+        (begun / "half").write_text("of it")
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(ToolkitError, match="Make room, then repeat"):
+        patch.setattr("toolkit.runs.take_over.copy_contents", full)
+        take_over(second, "chat", ["sft"])
+    assert not begun.exists()
+    begun.mkdir()  # as a kill leaves it
+    settle(second, "sft")
+    assert not begun.exists()
 
 
 def test_what_stands_on_a_stage_that_is_not_taken_is_not_taken(tmp_path):

@@ -77,6 +77,17 @@ def test_how_far_runs_are_and_what_goes_on(runs):
     with at_work(runs / "a"):
         working = state_of(runs / "a")
     assert working.stages[1].state == "at work" and working.stages[1].where == "step 4" and working.command == ()
+    for doing, state in (("eval", "stopped"), ("reward", "stopped"), ("ppo", "at work")):
+        with at_work(runs / "a", doing):
+            assert state_of(runs / "a").stages[1].state == state and state_of(runs / "a").command == ()
+
+
+def test_a_run_of_another_machine_that_may_have_ended_says_what_to_do(runs):
+    """As one that was killed there, and copied."""
+    lock = runs / "a" / ".lock"
+    lock.write_text(json.dumps({"pid": 7, "host": "rented", "started": 1, "doing": "ppo"}))
+    where = f"step 4, by process 7 on rented: if that has ended, delete {lock}"
+    assert state_of(runs / "a").stages[1].where == where
 
 
 def test_what_trl_s_own_loop_has_begun_begins_anew(runs):

@@ -1,3 +1,4 @@
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from re import escape
@@ -650,6 +651,20 @@ def test_a_length_in_passes_takes_the_place_of_the_recipe_s_in_updates():
     episodes = recipes.load("doubling", "ppo.total_episodes=128")
     again = recipes.load(episodes.values, "ppo.num_train_epochs=2", run="again").stage_config("ppo")
     assert again.number_of_updates(1280) == 20
+
+
+def test_a_key_in_brackets_is_the_same_key():
+    assert recipes.load("doubling", "ppo[num_train_epochs]=2").stage_config("ppo").number_of_updates(1280) == 20
+
+
+def test_steps_between_checkpoints_are_not_passed_over_where_the_recipe_has_none(tmp_path):
+    for strategy in ("no", "epoch"):
+        path = tmp_path / "mine.yaml"
+        recipe = {"base": {"model": "m"}, "adapters": {"policy": {"r": 4}}, "sft": {"save_strategy": strategy}}
+        path.write_text(yaml.safe_dump(recipe | {"data": {"task": "doubling"}}))
+        load = partial(recipes.load, path, "sft.save_steps=2")
+        assert load().values["sft"] == {"save_steps": 2}
+        assert load(f"sft.save_strategy='{strategy}'").values["sft"]["save_strategy"] == strategy
 
 
 def test_steps_between_evaluations_are_not_passed_over_where_the_recipe_has_none():

@@ -319,6 +319,7 @@ def test_eight_bits_are_eight(tmp_path):
         ({"use_qalora": True}, ".use_qalora — would have no effect: it is False, got True."),
         ({"layer_replication": [[0, 1], [0, 1]]}, ".layer_replication — would change the layers of the base"),
         ({"arrow_config": {}}, ".arrow_config — routes between adapters of other tasks, and a role has one."),
+        ({"lora_ga_config": {}}, ".lora_ga_config — would change the base, which all roles share."),
         ({"runtime_config": {}}, ".runtime_config — is for adapters that are loaded onto a GPU one by one."),
         ({"loftq_config": {"loftq_bits": 4}}, ".loftq_config — `loftq_config` specified but will be ignored"),
         ({"lora_alpha": float("inf")}, ".lora_alpha — "),

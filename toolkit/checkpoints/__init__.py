@@ -22,4 +22,4 @@ from toolkit.checkpoints.state import (
     set_random_states,
     write_state,
 )
-from toolkit.checkpoints.stop import StopRequest, signals_to, stop_requests
+from toolkit.checkpoints.stop import STOPS, StopRequest, signals_to, stop_requests

@@ -1,15 +1,18 @@
-"""A request to stop, by Ctrl-C or SIGTERM, that training meets at the end of its step."""
+"""A request to stop, by Ctrl-C, SIGTERM or a terminal that is gone, that training meets at the end of its step."""
 
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
 from toolkit import phases
 
+STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""What asks a run to stop. Windows has no SIGHUP, which comes with the end of a terminal or its connection."""
 _AT_ONCE = "A second Ctrl-C ends it at once, without this."
 
 
@@ -25,7 +28,7 @@ class StopRequest:
 
 @contextmanager
 def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM call a handler.
+    """Inside, the signals of `STOPS` call a handler; but SIGHUP none where it is ignored, as under `nohup`.
 
     In a thread other than the main one, where Python lets nobody handle signals, nothing is changed. A process that was
     forked here, as a worker that reads data, ends by SIGTERM as a library has it end, and lets this one decide about
@@ -35,14 +38,20 @@ def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
     def handled(number: int, frame: FrameType | None) -> None:
         if os.getpid() == ours:
+            _leave_what_is_gone()
             handler(number, frame)
-        elif number == signal.SIGTERM:
+        elif number != signal.SIGINT:
             signal.signal(number, before[signal.Signals(number)])
             os.kill(os.getpid(), number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
+    numbers = STOPS if threading.current_thread() is threading.main_thread() else ()
+    met = {number: signal.getsignal(number) for number in numbers}
+    before = {
+        number: earlier
+        for number, earlier in met.items()
+        if earlier != signal.SIG_IGN or number in (signal.SIGINT, signal.SIGTERM)
+    }
+    for number in before:
         signal.signal(number, handled)
     try:
         yield
@@ -51,9 +60,19 @@ def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
             signal.signal(number, earlier)
 
 
+def _leave_what_is_gone() -> None:
+    """Let go of a terminal that is gone: what is printed to it would be an error, and all is still to be saved."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, stream)
+                os.close(nothing)
+
+
 @contextmanager
 def stop_requests(meets: Callable[[], str]) -> Iterator[StopRequest]:
-    """Inside, the first SIGINT or SIGTERM is noted instead of ending the process; a second Ctrl-C ends it at once.
+    """Inside, the first of `STOPS` is noted instead of ending the process; a second Ctrl-C ends it at once.
 
     That it was noted is said in the moment, with what `meets` says will be done, since that may be long in coming.
     """

@@ -28,11 +28,16 @@ def _stage(stage: str, text: str, example: str) -> None:
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
     ) -> None:
         join(processes)
-        from toolkit.processes import agreed
+        from toolkit.processes import agreed, by_main
         from toolkit.recipes import load
         from toolkit.runs import stages
+        from toolkit.runs.folder import recover_to_read
+        from toolkit.runs.owned import RECIPE_FILE
 
         with agreed():  # an error of all is told once
+            path = Path(recipe).expanduser()
+            if path.name == RECIPE_FILE:  # of a run, which a kill may have moved aside
+                by_main(lambda: recover_to_read(path.parent))
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
         named = replace(loaded, name=name or loaded.name)
         stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)

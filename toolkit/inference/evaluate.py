@@ -13,7 +13,7 @@ from toolkit import processes
 from toolkit.checkpoints import step_of
 from toolkit.data import data_digest
 from toolkit.errors import ToolkitError, within
-from toolkit.inference.saved_run import last_stage, not_here, policy_folder
+from toolkit.inference.saved_run import not_here, policy_folder
 from toolkit.models import base_digest, load_weights, scores_for
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
@@ -21,6 +21,7 @@ from toolkit.rewards import LEVELS
 from toolkit.runs import build
 from toolkit.runs.differences import ABSENT, changes
 from toolkit.runs.lock import at_work
+from toolkit.runs.longer import last_stage
 from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, SAMPLES_FILE, begin, refuse_others
 from toolkit.runs.result import figures
 from toolkit.runs.said import say, show_result
@@ -41,14 +42,18 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     with ExitStack() as stack:
         with processes.agreed():
             if processes.is_main():
-                stack.enter_context(at_work(recipe.folder))
+                stack.enter_context(at_work(recipe.folder, EVALUATION))
                 refuse_others(folder)
                 begin(folder)
         result, samples = measured(recipe)
         found, told = as_trained(recipe, result)
         result |= found
-        processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
-        processes.by_main(lambda: write_result(folder, result))
+        try:
+            processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
+            processes.by_main(lambda: write_result(folder, result))
+        except ToolkitError:  # of a full disk: it may have taken an hour
+            show_result(result, samples)
+            raise
     for sentence in told:  # now that all is written: standard output may be closed
         say(sentence)
     show_result(result, samples)
@@ -123,8 +128,8 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
     if checkpoints:
         result["checkpoints"] = {step_of(of): one.metrics for of, one in zip(checkpoints, between, strict=True)}
     changed, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
-    if given := {key: here for key, (_, here) in changed.items() if here is not ABSENT and key not in beyond}:
-        result["changed"] = given
+    if given := {key: here for key, (_, here) in changed.items() if key not in beyond}:
+        result["changed"] = {key: None if here is ABSENT else here for key, here in given.items()}
     return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
 
 

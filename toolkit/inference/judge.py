@@ -16,9 +16,10 @@ from toolkit.checkpoints import checkpoints_in, problem_of
 from toolkit.disk import write_output
 from toolkit.errors import CheckpointError, PeerError, RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import as_trained, measured
-from toolkit.inference.saved_run import last_stage, open_run, policy_folder
+from toolkit.inference.saved_run import open_run, policy_folder
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
 from toolkit.runs.comparison import differing, labels_of
+from toolkit.runs.longer import last_stage
 from toolkit.runs.owned import check_output
 from toolkit.runs.said import say
 from toolkit.spec.recipe import Recipe

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -29,10 +28,11 @@ from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
 from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
+from toolkit.runs.longer import last_stage
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
-from toolkit.spec.plan import RESPONDING, section
+from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
 
@@ -124,11 +124,6 @@ def _attention_here(implementation: str) -> bool:
         return True
     packaged = _FLASH_ATTENTION.get(implementation, is_kernels_available)
     return torch.cuda.is_available() and (packaged() or is_kernels_available())
-
-
-def last_stage(run: Path) -> Literal["ppo", "q"]:
-    """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy."""
-    return "q" if [stage for stage in RESPONDING if read_result(run / stage) is not None] == ["q"] else "ppo"
 
 
 def policy_folder(recipe: Recipe) -> Path:

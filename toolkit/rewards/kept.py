@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints import get_random_states, set_random_states
-
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+from toolkit.checkpoints import STOPS, get_random_states, set_random_states
 
 
 def _set_handlers(handlers: list[Any]) -> None:
     if threading.current_thread() is threading.main_thread():  # no other can, or could have changed them
-        for one, handler in zip(_STOPS, handlers, strict=True):
+        for one, handler in zip(STOPS, handlers, strict=True):
             signal.signal(one, handler)
 
 
@@ -70,7 +68,7 @@ _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's precision of products": (_products, _set_products),
     "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "standard output or error": (lambda: [sys.stdout, sys.stderr], _set_streams),
-    "how Ctrl-C or SIGTERM is met": (lambda: [signal.getsignal(one) for one in _STOPS], _set_handlers),
+    "how Ctrl-C or SIGTERM is met": (lambda: [signal.getsignal(one) for one in STOPS], _set_handlers),
     "the random state of Python, NumPy or torch": (get_random_states, set_random_states),
 }
 

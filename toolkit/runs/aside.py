@@ -27,14 +27,15 @@ from toolkit.disk import (
 from toolkit.errors import ToolkitError
 from toolkit.runs.owned import RECIPE_FILE, delete, refuse_link, written
 
-REPLACED, UNFINISHED = ".replaced", ".unfinished"
+REPLACED, UNFINISHED, TAKEN = ".replaced", ".unfinished", ".taken"
 _DELETED, _MOVES = ".deleted", ".moves.json"
 
 
 def is_open(run: Path) -> bool:
-    """Whether something was moved aside and has not been forgotten. What is no run may have a folder by such a name."""
+    """Whether something was moved aside and has not been forgotten. What is no run may have a folder by such a name;
+    and what is only to be deleted can stay where nothing can be."""
     moved = any((run / name).is_file() for name in (_MOVES, f"{REPLACED}/{_MOVES}"))
-    return moved or ((run / _DELETED).exists() and (run / RECIPE_FILE).is_file())
+    return moved or ((run / _DELETED).exists() and (run / RECIPE_FILE).is_file() and os.access(run, os.W_OK))
 
 
 def changing(run: Path, stored: str) -> list[str]:
@@ -104,6 +105,8 @@ def settle(run: Path) -> bool:
         if is_open(run):
             _carry_out(run)
             _forget(run / _DELETED)
+        if (run / RECIPE_FILE).is_file():
+            shutil.rmtree(run / TAKEN, ignore_errors=True)  # a copy that a kill has broken off
         for path in unfinished_in(run):
             path.unlink()
         state = _moves_in(run / REPLACED)

@@ -23,7 +23,7 @@ from toolkit.models import (
 )
 from toolkit.reports import METRICS_FILE, SCORES_FILE, MetricsFile, of_responses, read_jsonl
 from toolkit.rewards import Prompts, Reward, ScorerContext
-from toolkit.spec.plan import adapter_roles, at
+from toolkit.spec.plan import adapter_roles, at, section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
 from toolkit.trainers.common import made_by_trl, precision
@@ -36,6 +36,8 @@ from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
 Callbacks = Sequence[TrainerCallback]
+
+_HOW_LONG = ("max_steps", "total_episodes", "num_train_epochs")  # the first that is given counts, as in transformers
 
 
 def _named(recipe: Recipe, stage: str, callbacks: Callbacks) -> dict[str, Any]:
@@ -71,8 +73,13 @@ def scored_prompts(recipe: Recipe, role: str) -> list[Prompts]:
     return found
 
 
-def about_precision(recipe: Recipe, stage: str) -> Iterator[str]:
-    """Sentences on the precision of a stage: why it is this one where the recipe leaves it open; that it is slow."""
+def about_stage(recipe: Recipe, stage: str) -> Iterator[str]:
+    """Sentences on a stage before it runs: which of two settings says how long; why its precision is this one where the
+    recipe leaves it open; that it is slow."""
+    given = section(recipe.values, stage)
+    first, *others = [name for name in _HOW_LONG if given.get(name) not in (None, -1)] or [""]
+    if others:
+        yield f"{stage}.{first} ({given[first]}) says how long it trains: {' and '.join(others)} has no effect."
     precision, key = recipe.precision(stage), f"{recipe.plan.stages[stage].model}.dtype"
     if precision.why:
         yield f"{key} is {precision}."

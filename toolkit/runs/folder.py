@@ -18,10 +18,10 @@ from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, recorded
 from toolkit.runs.lock import at_work, owner_of
-from toolkit.runs.longer import drop_evaluation, stages_as_they_were, written_down
+from toolkit.runs.longer import drop_evaluation, last_stage, stages_as_they_were, written_down
 from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
 from toolkit.spec.load import is_run_name
-from toolkit.spec.plan import RESPONDING, STAGES, by_trl
+from toolkit.spec.plan import STAGES, by_trl
 from toolkit.spec.recipe import Recipe
 
 SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
@@ -161,7 +161,7 @@ def claim(
         raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
     goes_on = resume and work is not None
     stages = {*_outdated(recipe, resumed), *([] if goes_on else [stage])}
-    gone = [*stages, *([EVALUATION] if stages.intersection(RESPONDING) else [])]
+    gone = [*stages, *([EVALUATION] if last_stage(run) in stages else [])]
     for name in {*gone, stage}:
         owned.refuse_others(run / name)
     if not goes_on:

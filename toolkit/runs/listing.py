@@ -14,7 +14,7 @@ from toolkit.reports import METRICS_FILE, count_lines, figures_of, iter_jsonl, r
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import recorded
 from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read
-from toolkit.runs.lock import owner_of
+from toolkit.runs.lock import LOCK_FILE, doing_in, elsewhere, owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import RESPONDING, STAGES
 
@@ -59,15 +59,16 @@ def all_runs(runs_dir: Path) -> Iterator[RunState]:
 
 def state_of(run: Path) -> RunState:
     """How far a run is."""
-    at_work = owner_of(run) is not None
+    owner = owner_of(run)
     begun = [stage for stage in STAGES if has_begun(run / stage)]
     open_ = [stage for stage in begun if not (run / stage / RESULT_FILE).is_file()]
     newest = max(open_, key=lambda stage: (run / stage).stat().st_mtime, default=None)
-    states = tuple(_stage(run / stage, at_work=at_work and stage == newest) for stage in begun)
-    return RunState(run.name, states, _command(run, states, at_work))
+    whose = doing_in(run) or newest  # a notebook trains the one that it has made the trainer of
+    states = tuple(_stage(run / stage, owner if stage == whose else None) for stage in begun)
+    return RunState(run.name, states, _command(run, states, at_work=owner is not None))
 
 
-def _stage(folder: Path, *, at_work: bool) -> StageState:
+def _stage(folder: Path, owner: dict[str, Any] | None) -> StageState:
     try:
         result, path = read_result(folder), folder / METRICS_FILE
         rows = iter_jsonl(path) if path.is_file() else ()
@@ -88,16 +89,17 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
         return StageState(folder.name, FINISHED, str(result.get("date", "")), figures)
     if collected is not None:
         where = f"{collected:,} responses saved"
-    elif at_work:
-        where = step
+    elif owner is not None:
+        lock = f": if that has ended, delete {folder.parent / LOCK_FILE}"
+        where = f"{step}, by {other}{lock}" if (other := elsewhere(owner)) else step
     elif saved := checkpoints_in(folder):
         where = f"saved up to step {step_of(saved[-1])}"
     else:
         where = f"{step}, {'weights saved, and no checkpoint' if has_weights(folder) else 'nothing saved'}"
-    return StageState(folder.name, AT_WORK if at_work else STOPPED, where, figures_of(metrics))
+    return StageState(folder.name, STOPPED if owner is None else AT_WORK, where, figures_of(metrics))
 
 
-def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[str, ...]:
+def _command(run: Path, states: tuple[StageState, ...], *, at_work: bool) -> tuple[str, ...]:
     if at_work:
         return ()
     done = {one.stage for one in states if one.state == FINISHED}

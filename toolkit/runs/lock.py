@@ -48,13 +48,32 @@ def _us() -> dict[str, Any]:
     return _of(psutil.Process())
 
 
-def _read(lock: Path) -> dict[str, Any]:
+def _text(doing: str) -> str:
+    return json.dumps({**_us(), "doing": doing})
+
+
+def _written(lock: Path) -> dict[str, Any]:
     """What stands in a lock; nothing where a kill came before it was written, or there is none."""
     try:
         found = json.loads(read_text(lock))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and {"pid", "host", "started"} <= found.keys() else {}
+
+
+def _read(lock: Path) -> dict[str, Any]:
+    """The process by which a lock was written."""
+    return {key: value for key, value in _written(lock).items() if key != "doing"}
+
+
+def doing_in(run: Path) -> str:
+    """What the process at work in a run folder does there: the name of a stage, or "eval"; "" where it does not say."""
+    return str(_written(run / LOCK_FILE).get("doing", ""))
+
+
+def elsewhere(owner: dict[str, Any]) -> str:
+    """Which process of another machine it is, of which nobody here knows whether it has ended; "" of one here."""
+    return "" if owner["host"] == _host() else f"process {owner['pid']} on {owner['host']}"
 
 
 def owner_of(run: Path) -> dict[str, Any] | None:
@@ -76,8 +95,11 @@ def owner_of(run: Path) -> dict[str, Any] | None:
         return None
 
 
-def acquire(run: Path) -> bool:
+def acquire(run: Path, doing: str = "") -> bool:
     """Take the lock of a run folder, which is made; False where it belongs to a process that this one works for.
+
+    Args:
+        doing: for `doing_in`.
 
     Raises:
         RecipeError: another process is at work in it.
@@ -98,15 +120,15 @@ def acquire(run: Path) -> bool:
                 elif _is_served(owner):
                     return False
                 else:
-                    where = "" if owner["host"] == _host() else f" on {owner['host']}"
-                    gone = f" If that one has ended, delete {lock}." if where else ""
-                    wrong = f"{run} is in use: process {owner['pid']}{where} is at work in it."
+                    other, of_here = elsewhere(owner), f"process {owner['pid']}"
+                    gone = f" If that one has ended, delete {lock}." if other else ""
+                    wrong = f"{run} is in use: {other or of_here} is at work in it."
                     remedy = f"Wait until it has ended, or shut its notebook down, or name another run ($run).{gone}"
                     raise RecipeError(wrong, remedy=remedy) from None
             else:
                 try:
                     with os.fdopen(handle, "w", encoding="utf-8") as file:
-                        file.write(json.dumps(_us()))
+                        file.write(_text(doing))
                 except OSError:  # of a full disk
                     lock.unlink(missing_ok=True)
                     raise
@@ -155,17 +177,20 @@ def release(run: Path) -> None:
 
 
 @contextmanager
-def at_work(run: Path) -> Iterator[bool]:
+def at_work(run: Path, doing: str = "") -> Iterator[bool]:
     """Inside, the run folder is this process's alone; gives False for a stage that is part of another one's work.
 
     Such a stage has the lock meanwhile: it goes on where the command that started it is killed.
+
+    Args:
+        doing: for `doing_in`.
     """
-    ours, lock = acquire(run), run / LOCK_FILE
-    starter = _read(lock)
+    ours, lock = acquire(run, doing), run / LOCK_FILE
+    starter = _written(lock)
     if not ours:
         _held[run.resolve()] += 1
         with writing(run):
-            write_whole(lock, json.dumps(_us()))
+            write_whole(lock, _text(doing))
     try:
         yield ours
     finally:

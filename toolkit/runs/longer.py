@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import MANIFEST, RESULT_FILE, damage, read_object, write_whole, writing
@@ -92,7 +92,14 @@ def _as_it_was(run: Path, stage: str) -> None:
     path.unlink()
 
 
+def last_stage(run: Path) -> Literal["ppo", "q"]:
+    """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy."""
+    return "q" if [stage for stage in RESPONDING if (run / stage / RESULT_FILE).is_file()] == ["q"] else "ppo"
+
+
 def drop_evaluation(folder: Path) -> None:
-    """What `eval` measured of a stage that is another now."""
-    if folder.name in RESPONDING:
+    """What `eval` measured of a run, where the stage by which it responds is another now: of Q-values beside a trained
+    policy it has measured nothing."""
+    beside = folder.name == "q" and (folder.parent / "ppo" / RESULT_FILE).is_file()
+    if folder.name in RESPONDING and not beside:
         owned.delete(folder.parent / EVALUATION)

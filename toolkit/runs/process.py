@@ -16,11 +16,10 @@ import psutil
 
 import toolkit
 from toolkit import processes
-from toolkit.checkpoints import signals_to
+from toolkit.checkpoints import STOPS, signals_to
 from toolkit.errors import RunInterrupted, ToolkitError
 
 _ANYWHERE = 16  # processes that may be tried out on a machine with fewer cores
-_STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 20.0
 """Seconds in which the others end by themselves when one of several processes has failed."""
 _GRACE_OF_A_STOP = 300.0
@@ -56,7 +55,7 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
     """
     (code,) = _ended(command, [_environment()])
     # By its exit code, or at its start or its end, where nothing meets them, by the signal itself.
-    if (number := code - 128 if code > 0 else -code) in _STOPS:
+    if (number := code - 128 if code > 0 else -code) in STOPS:
         raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped.', number)
     if code == OUTPUT_CLOSED:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
@@ -71,7 +70,7 @@ def run_in_processes(command: list[str], number: int) -> int:
 
     Raises:
         ToolkitError: this machine has no use for so many, or one was killed; the others have been ended.
-        RunInterrupted: Ctrl-C or SIGTERM came at their start or their end, where nothing meets it.
+        RunInterrupted: one of `STOPS` came at their start or their end, where nothing meets it.
     """
     cores = _cores()
     if number > max(_ANYWHERE, cores):
@@ -82,7 +81,7 @@ def run_in_processes(command: list[str], number: int) -> int:
     shared |= {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)} for rank in range(number))
     codes = _ended(command, [shared | rank for rank in ranks])
-    if stop := next((one for one in _STOPS if -one in codes), None):
+    if stop := next((one for one in STOPS if -one in codes), None):
         raise RunInterrupted(f"{number} processes were stopped.", stop)
     killed = [(rank, code) for rank, code in enumerate(codes) if code < 0]
     if killed:
@@ -132,10 +131,10 @@ def _ended(command: list[str], environments: Sequence[dict[str, str]]) -> list[i
     """Start a command in each of these environments; the exit codes, once all have ended. Where one has failed and
     others wait for it, they are ended, too.
 
-    A terminal sends Ctrl-C to all processes: this one waits while the others finish their step and save. SIGTERM, and
-    SIGINT where no terminal sends it, may reach this one alone, and are passed on: as SIGTERM, of which a second one
-    does no harm to those that it has reached. (One after Ctrl-C would: who is past the last step, or has not begun, has
-    met that already, and would be ended while it puts a run back or reports.)
+    A terminal sends Ctrl-C to all processes: this one waits while the others finish their step and save. Other signals,
+    and SIGINT where no terminal sends it, may reach this one alone, and are passed on: as SIGTERM, of which a second
+    one does no harm to those that it has reached. (One after Ctrl-C would: who is past the last step, or has not begun,
+    has met that already, and would be ended while it puts a run back or reports.)
     """
 
     children: list[subprocess.Popen[bytes]] = []
@@ -144,7 +143,7 @@ def _ended(command: list[str], environments: Sequence[dict[str, str]]) -> list[i
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        if number == signal.SIGTERM or not _of_a_terminal():
+        if number != signal.SIGINT or not _of_a_terminal():
             for child in children:
                 child.terminate()
 
@@ -164,7 +163,7 @@ def _waited_for(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
             if i not in codes and (code := child.poll()) is not None:
                 codes[i] = code
         if failed := [code for code in codes.values() if code]:
-            stopped = all(code - 128 in _STOPS for code in failed)  # by the signal itself it has saved nothing
+            stopped = all(code - 128 in STOPS for code in failed)  # by the signal itself it has saved nothing
             first_failed = first_failed or time.monotonic()
             overdue = time.monotonic() > first_failed + (_GRACE_OF_A_STOP if stopped else GRACE)
         if overdue:

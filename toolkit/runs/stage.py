@@ -22,7 +22,7 @@ from toolkit.data import data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, within
 from toolkit.reports import APART, Progress, Responses
-from toolkit.runs.build import RESPONSES_FILE, about_precision, make_trainer, measures, stage_dataset
+from toolkit.runs.build import RESPONSES_FILE, about_stage, make_trainer, measures, stage_dataset
 from toolkit.runs.check_data import check_best
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
@@ -45,7 +45,7 @@ from toolkit.trainers.stock_ppo import stock_rollouts
 def collect_stage(recipe: Recipe) -> dict[str, Any]:
     """Sample and score responses; there is nothing to train, and so nothing before."""
     started, folder = time.perf_counter(), recipe.stage_folder("collect")
-    for sentence in about_precision(recipe, "collect"):
+    for sentence in about_stage(recipe, "collect"):
         say(sentence)
     say_shares("collect", recipe.collect.batch_size)
     if (rows := recipe.task_of("collect").report()) is not None:
@@ -80,7 +80,7 @@ def _trained(
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
     with phases.phase("load"), processes.agreed(), weights_fit(recipe):
-        for sentence in about_precision(recipe, stage):
+        for sentence in about_stage(recipe, stage):
             say(sentence)
         trainer = make_trainer(recipe, stage, callbacks=[] if progress.quiet else [progress])
         check_best_is_measured(recipe, stage, trainer)

@@ -16,7 +16,7 @@ from toolkit.disk import RESULT_FILE
 from toolkit.errors import CheckpointError, ConfigError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
-from toolkit.runs.build import Callbacks, about_precision, make_trainer, trainer_config
+from toolkit.runs.build import Callbacks, about_stage, make_trainer, trainer_config
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import (
     check_outputs,
@@ -84,7 +84,7 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
         with processes.agreed():
             if way.get("overwrite") and way.get("resume"):
                 raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")
-            ours = processes.is_main() and stack.enter_context(at_work(recipe.folder))
+            ours = processes.is_main() and stack.enter_context(at_work(recipe.folder, stage))
             if ours and (sentence := settle(recipe, stage, **way)):
                 say(sentence)
         if not ours:
@@ -161,7 +161,7 @@ def prepared(
         with _result_comes_back(recipe, stage, trains=False, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
             _take_from_earlier(recipe.stage_folder(stage))
-            for sentence in about_precision(recipe, stage):
+            for sentence in about_stage(recipe, stage):
                 say(sentence)
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
             with processes.agreed():  # room for copies is that of each one's card

@@ -79,17 +79,21 @@ def _not_taken(recipe: Recipe, other: Recipe, stage: str) -> str | None:
 
 def _copy(source: Recipe, target: Recipe, stage: str) -> None:
     """Under another name first: what carries the stage's name is whole."""
-    folder, taken = target.stage_folder(stage), target.folder / ".taken"
+    folder, taken = target.stage_folder(stage), target.folder / aside.TAKEN
     check_outputs(source.folder, [stage])
     with writing(folder, "Make room, then repeat."):
         shutil.rmtree(taken, ignore_errors=True)
-        copy_contents(source.stage_folder(stage), taken, leaving=_stays)
-        for path in taken.glob(f"*/{CONFIG_NAME}"):
-            if base_named(path.parent) == source.base_path:  # of which this run has a copy
-                name_base(path.parent, target.base_path)
-        result = read_result(taken)
-        assert result is not None
-        finish(taken, {**result, "taken_from": str(source.stage_folder(stage))})
+        try:
+            copy_contents(source.stage_folder(stage), taken, leaving=_stays)
+            for path in taken.glob(f"*/{CONFIG_NAME}"):
+                if base_named(path.parent) == source.base_path:  # of which this run has a copy
+                    name_base(path.parent, target.base_path)
+            result = read_result(taken)
+            assert result is not None
+            finish(taken, {**result, "taken_from": str(source.stage_folder(stage))})
+        except BaseException:
+            shutil.rmtree(taken, ignore_errors=True)  # which may hold the room that is lacking
+            raise
         aside.place(target.folder, taken, stage)
 
 

@@ -199,6 +199,7 @@ def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
     given: list[tuple[str, Any]] = list(sections.items())
     for override in overrides:
         key, _, value = override.strip().partition("=")
+        key = ".".join(re.findall(r"[^.\[\]]+", key))  # OmegaConf takes ppo[seed], too
         given.append((key, yaml.safe_load(value) if value.lstrip().startswith("{") else value))
     within = {f"{key}.{name}" for key, value in given if isinstance(value, Mapping) for name in value}
     return {key for key, _ in given} | within
@@ -206,7 +207,7 @@ def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
 
 def _without_what_hides(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     """The recipe without the keys of its stages beside which those that are given would have no effect: a number of
-    updates beside one of passes, and that nothing is evaluated beside the steps between evaluations."""
+    updates beside one of passes, and that nothing is evaluated, or saved, beside the steps after which it is to be."""
     for stage in STAGE_CLASSES:
         settings = values.get(stage)
         if not isinstance(settings, dict):
@@ -216,8 +217,9 @@ def _without_what_hides(values: dict[str, Any], given: Collection[str]) -> dict[
             settings.pop("max_steps", None)
         if "num_train_epochs" in new and "total_episodes" not in new:
             settings.pop("total_episodes", None)
-        if "eval_steps" in new and "eval_strategy" not in new and settings.get("eval_strategy") == "no":
-            del settings["eval_strategy"]
+        for name, hides in (("eval", ("no",)), ("save", ("no", "epoch"))):
+            if f"{name}_steps" in new and f"{name}_strategy" not in new and settings.get(f"{name}_strategy") in hides:
+                del settings[f"{name}_strategy"]
     return values
 
 

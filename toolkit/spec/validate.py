@@ -55,6 +55,7 @@ _OF_EVERY_ADAPTER = {
 _NO_ADAPTER = {
     "layer_replication": Problem("would change the layers of the base, which all roles share.", remedy="Leave it out."),
     "arrow_config": Problem("routes between adapters of other tasks, and a role has one.", remedy="Leave it out."),
+    "lora_ga_config": Problem("would change the base, which all roles share.", remedy="Leave it out."),
     "runtime_config": Problem("is for adapters that are loaded onto a GPU one by one.", remedy="Leave it out."),
 }
 

@@ -8,6 +8,8 @@ import math
 import signal
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,17 @@ from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_s
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+@contextmanager
+def _of_this_version(checkpoint: Path) -> Iterator[None]:
+    """Inside, what the state of a checkpoint lacks, or has beside, is another version's."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        wrong = f"{checkpoint} was written by another version of the toolkit: {type(error).__name__} {error}."
+        remedy = "Go on with that version, or begin a new run, whose start.policy can be its policy."
+        raise CheckpointError(wrong, remedy=remedy) from error
 
 
 class _AtStepEnd(TrainerCallback):
@@ -130,7 +143,7 @@ class ResumableTrainer(BestOfSaved):
                 self.state = state
                 if over:  # the checkpoint's run may have been longer
                     state.max_steps = length
-                with processes.agreed():
+                with processes.agreed(), _of_this_version(checkpoint):
                     check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
                 for one in self._metrics_files:
@@ -169,7 +182,7 @@ class ResumableTrainer(BestOfSaved):
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
 
-        SIGINT (Ctrl-C) and SIGTERM are met at the end of the step: it is finished, everything is saved.
+        SIGINT (Ctrl-C), SIGTERM and SIGHUP are met at the end of the step: it is finished, everything is saved.
 
         Args:
             resume_from_checkpoint: True for the newest whole checkpoint in `args.output_dir`, or a checkpoint folder.
@@ -381,7 +394,8 @@ class ResumableTrainer(BestOfSaved):
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
         self.state.compute_steps(self.args, self.state.max_steps)  # these may be others than the checkpoint's run had
-        self.check_checkpoint(checkpoint, self._restoring)
+        with _of_this_version(checkpoint):
+            self.check_checkpoint(checkpoint, self._restoring)
         self.restore_optimizer(checkpoint)
 
     def restore_optimizer(self, checkpoint: Path) -> None:
@@ -408,8 +422,9 @@ class ResumableTrainer(BestOfSaved):
         self._goes_on_from = self.state.global_step
         for one in self._metrics_files:
             one.earlier = 0
-        self.load_own_state(self._restoring["own"])
-        vars(self.skipped).update(self._restoring["skipped"])
+        with _of_this_version(checkpoint):
+            self.load_own_state(self._restoring["own"])
+            vars(self.skipped).update(self._restoring["skipped"])
         self._metrics_at.clear()
         # Some were written without them.
         self._metrics_at.update(self._restoring.get("metrics_at", self._metrics_logged()))
