@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from toolkit.checkpoints import STOPS, stop_requests
+from toolkit.checkpoints import STOPS, stop, stop_requests
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -64,9 +64,11 @@ def test_a_worker_that_was_forked_ends_by_the_signal_and_says_nothing(capfd):
 
 IN_A_TERMINAL = """
 import sys, time
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from toolkit.checkpoints import stop_requests
-with stop_requests(lambda: "the step is finished.") as request:
+spec = spec_from_file_location("stop", sys.argv[2])  # by itself, without the libraries beside it
+spec.loader.exec_module(stop := module_from_spec(spec))
+with stop.stop_requests(lambda: "the step is finished.") as request:
     print("begun", flush=True)
     while request.received is None:
         time.sleep(0.01)
@@ -83,7 +85,7 @@ def test_the_end_of_a_terminal_is_met_like_any_other(tmp_path):
     import termios
 
     ours, its = os.openpty()
-    command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "saved")]
+    command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "saved"), stop.__file__]
 
     def take_terminal():
         fcntl.ioctl(its, termios.TIOCSCTTY, 0)

@@ -7,6 +7,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from tests.reports.examples import RESULT
 from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
+from toolkit import recipes
+from toolkit.runs.build import about_stage
 from toolkit.runs.report_on_the_way import ReportAtEvaluations
 from toolkit.runs.result import how_it_ended, of_training
 from toolkit.runs.said import banner, show_result
@@ -25,6 +27,12 @@ def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
     roles.train_roles("policy")
     _, second = banner(recipe, "ppo", SimpleNamespace(args=args, roles=roles))
     assert "value" not in second
+
+
+def test_of_two_lengths_it_is_said_which_one_counts():
+    both = recipes.load("doubling", "ppo.num_train_epochs=2", "ppo.max_steps=7")
+    assert [*about_stage(both, "ppo")] == ["ppo.max_steps (7) says how long it trains: num_train_epochs has no effect."]
+    assert [*about_stage(recipes.load("doubling"), "ppo")] == []
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from trl import RewardConfig, SFTConfig
 
 from tests.tiny_models import shared_base
 from tests.trainers.resumable import make, ppo, reward_pairs, sft_policy
 from toolkit.errors import CheckpointError
 from toolkit.rewards import load_function
-from toolkit.trainers.same_run import check_same_run, made_with, other_than
+from toolkit.runs.differences import _LENGTHS, _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY
+from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.q_config import QConfig
+from toolkit.trainers.same_run import check_same_run, made_with, other_than, settings_of
 
 
 def test_other_data_and_other_versions(tmp_path, monkeypatch):
@@ -33,6 +37,22 @@ def test_another_version_of_any_package_that_counts_is_said(name):
     then, now = (of_run | {"versions": dict.fromkeys(PACKAGES, "1") | other} for other in ({}, {name: "2"}))
     with pytest.warns(UserWarning, match=rf"other versions \({name} 1 → 2\): not exact to the last bit"):
         check_same_run(Path("checkpoint-1"), then, now)
+
+
+def test_a_run_that_goes_on_with_other_settings_says_so(tmp_path):
+    """From Python, or where a run's own recipe was edited: nothing else holds the two against each other."""
+    make(ppo, tmp_path, max_steps=1).train()
+    other = make(ppo, tmp_path, max_steps=2, cliprange=0.3, logprob_chunk_size=7)
+    with pytest.warns(UserWarning, match=r"checkpoint-1 was written with other settings \(cliprange 0.2 → 0.3\): the"):
+        other.train(resume_from_checkpoint=True)
+    make(ppo, tmp_path, max_steps=3, cliprange=0.3).train(resume_from_checkpoint=True)  # warnings are errors here
+
+
+@pytest.mark.parametrize("owner", [PPOConfig, QConfig, SFTConfig, RewardConfig])
+def test_what_a_stage_may_go_on_with_is_not_said(owner):
+    said = settings_of(owner("unused", use_cpu=True, bf16=False)).keys()
+    assert {"seed", "max_grad_norm"} < said
+    assert not said & {*_MAY_CHANGE, *_SHOWN_BY, *_LENGTHS, *_ROWS_OF_A_STEP}
 
 
 @pytest.mark.parametrize("stage", [ppo, sft_policy], ids=lambda stage: stage.__name__)

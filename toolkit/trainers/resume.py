@@ -26,7 +26,15 @@ from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import MetricsFile, Progress
 from toolkit.trainers.best import BestOfSaved
 from toolkit.trainers.not_finite import SkipNotFinite, loss_scale
-from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity, other_setting
+from toolkit.trainers.same_run import (
+    check_alike,
+    check_same_optimizer,
+    check_same_run,
+    identity,
+    other_setting,
+    settings_of,
+    tell_other_settings,
+)
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -199,7 +207,7 @@ class ResumableTrainer(BestOfSaved):
             check_undivided(self.accelerator)
             check_batch(self.args, len(self.train_dataset))
         with processes.agreed():
-            check_alike(self._identity, self.roles)
+            check_alike({**self._identity, "settings": self._settings}, self.roles)
         asked = resume_from_checkpoint
         at_work = self._saved_at is not None or self.state.global_step
         if asked in (None, False) and not (self._trains_on and at_work):
@@ -311,6 +319,7 @@ class ResumableTrainer(BestOfSaved):
             "random": checkpoints.get_random_states(),
             "own": self.own_state(),
             **self._identity,
+            "settings": self._settings,
             "processes": processes.count(),
             "stopped_early": any(
                 isinstance(callback, EarlyStoppingCallback) and has_stopped(callback)
@@ -334,6 +343,10 @@ class ResumableTrainer(BestOfSaved):
     def _identity(self) -> dict[str, Any]:
         measures = (getattr(self, name, None) for name in ("reward", "judge"))
         return identity(self.train_dataset, self.model, self.roles, *measures)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self.args)
 
     def _begin_anew(self) -> None:
         """Checkpoints of an earlier try in this folder are of another course than those to come."""
@@ -416,6 +429,7 @@ class ResumableTrainer(BestOfSaved):
             self._saved_at = self.state.global_step
         self.seconds_before = self._restoring["seconds"]
         self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
+        tell_other_settings(checkpoint, self._restoring.get("settings", {}), self._settings)  # some lack them
 
     def load_progress(self, checkpoint: Path) -> None:
         """What `own_state` gave, and then the random states: what comes before may draw random numbers."""

@@ -1,13 +1,16 @@
 """Whether a checkpoint is of this run: its state would mean nothing on other data or another base."""
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
+from transformers import TrainingArguments
 
 from toolkit import processes
 from toolkit.data import data_digest
@@ -25,6 +28,21 @@ _OF_OPTIMIZER = {
     "betas": "adam_beta1 and adam_beta2",
     "eps": "adam_epsilon",
 }
+# Of a config's own settings those of length, memory and speed, by which nothing else is learnt than before; and
+# those of transformers by which it is, beside what the optimizer is made with.
+_NOT_LEARNT_BY = {
+    "total_episodes", "generation", "logprob_chunk_size", "q_chunk_size", "local_rollout_forward_batch_size",
+    "activation_offloading", "dataset_num_proc",
+}  # fmt: skip
+_LEARNT_BY = ("seed", "data_seed", "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+
+def settings_of(args: TrainingArguments) -> dict[str, Any]:
+    """The settings by which a run learns what it does, as JSON has them."""
+    own = {one.name for one in fields(args)} - {one.name for one in fields(TrainingArguments)} - _NOT_LEARNT_BY
+    values = {name: getattr(args, name) for name in sorted({*own, *_LEARNT_BY})}
+    found: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return found
 
 
 def identity(
@@ -135,6 +153,13 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         if 1 in (number, processes.count()):  # whose dropout draws from the generator that all else is drawn from
             wrong += " With dropout on a CPU rows are sampled otherwise, too, from the second update on."
         warnings.warn(f"processes: {wrong}", stacklevel=3)
+
+
+def tell_other_settings(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn where a run goes on with others than `then`, of those of `settings_of`."""
+    if told := [f"{name} {then[name]} → {new}" for name, new in now.items() if then.get(name, new) != new]:
+        others = f"other settings ({', '.join(told)}): the figures before and after are of two recipes."
+        warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
 
 
 def check_same_optimizer(checkpoint: Path, then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
