@@ -11,6 +11,7 @@ with its next row. `--small` runs the same code on a CPU with a tiny model, for 
 
 import argparse
 import gc
+import hashlib
 import random
 import statistics
 import sys
@@ -54,6 +55,7 @@ BY_GRAPHS: tuple[dict[str, Any], ...] = tuple(
 )
 """Those of a card alone, and after all others: in a process in which a recording has failed nothing more can be
 measured."""
+ROOT = Path(__file__).parents[1]
 LENGTHS = ("even", "uneven")
 PACKED = "uneven, packed"
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
@@ -248,6 +250,7 @@ def run(
             "vocabulary": drawn.config.vocab_size,
         },
         arguments={"updates": given.updates},
+        sources=_sources(),
         work={
             **asdict(given.size),
             "prompt_tokens": given.prompt_length,
@@ -291,9 +294,15 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["value"], *(row[key] for key in FORMS[0]), row["lengths"]
 
 
+def _sources() -> str:
+    """A digest of the code: a machine that is lent has no git."""
+    files = sorted(path for folder in ("toolkit", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def _begun(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
     """Model and rows of an earlier run of the same that was cut short; nothing of one that has all, and its plans."""
-    same = ("machine", "versions", "commit", "arguments", "work")
+    same = ("machine", "versions", "sources", "arguments", "work")
     if before is None or before.get("whole") or any(before.get(key) != result.get(key) for key in same):
         return {}
     rows = [row for row in before["rows"] if not row.get("recording_failed")]

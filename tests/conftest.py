@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,12 @@ def four():
     several = Several(4)
     yield several
     several.close()
+
+
+@pytest.fixture
+def as_of_a_terminal():
+    """SIGHUP ends this process and what it starts, as by default: under nohup it would be ignored."""
+    stop = getattr(signal, "SIGHUP", signal.SIGTERM)
+    before = signal.signal(stop, signal.SIG_DFL)
+    yield
+    signal.signal(stop, before)

@@ -173,7 +173,7 @@ def test_a_run_that_was_cut_short_goes_on_with_its_next_row(monkeypatch):
     assert made[:7] + made[8:] == [(value, way) for value in ("separate", "shared") for way in ways]
     assert len(found["rows"]) == 10 and found["model"]["weights_gb"] > 0
     assert len(planned) == 7 and ["planned_gb" in row for row in found["rows"]] == [True, True, True, False, False] * 2
-    assert gpu._begun(found, found) == gpu._begun(None, found) == gpu._begun(saved[3] | {"commit": ""}, found) == {}
+    assert gpu._begun(found, found) == gpu._begun(None, found) == gpu._begun(saved[3] | {"sources": ""}, found) == {}
 
 
 def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):

@@ -10,6 +10,8 @@ import pytest
 
 from toolkit.checkpoints import STOPS, stop, stop_requests
 
+pytestmark = pytest.mark.usefixtures("as_of_a_terminal")
+
 
 @pytest.mark.parametrize("number", STOPS)
 def test_a_signal_is_noted_and_handlers_come_back(number):
@@ -53,7 +55,8 @@ def test_a_worker_that_was_forked_ends_by_the_signal_and_says_nothing(capfd):
         worker = forked.Process(target=lambda: (there.set(), time.sleep(60)))
         worker.start()
         assert there.wait(30)  # Python forgets a signal that comes while it forks
-        os.kill(worker.pid, signal.SIGINT)  # as a terminal's Ctrl-C: the one that has forked it needs it to go on
+        for number in (signal.SIGINT, signal.SIGHUP):  # as of a terminal: the one that has forked it needs it to go on
+            os.kill(worker.pid, number)
         worker.join(0.5)
         assert worker.is_alive()
         worker.terminate()

@@ -162,7 +162,7 @@ def measured_by_another(folder):
 
 def test_several_processes_measure_the_same_policy(trained, two):
     folder, _ = trained
-    said = "the processes do not begin with the same adapters. Give all machines the same checkpoint"
+    said = "the processes do not begin with the same adapters. Give all machines the same settings, checkpoint"
     assert all(one is not None and said in one for one in two(measured_by_another, folder))
 
 

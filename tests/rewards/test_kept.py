@@ -26,8 +26,8 @@ CHANGES = {
     "torch's choice of algorithms": lambda: torch.use_deterministic_algorithms(True),
     "standard output or error": lambda: setattr(sys, "stdout", io.StringIO()),
     # Not SIG_IGN, with which a background job starts.
-    "how Ctrl-C or SIGTERM is met": lambda: signal.signal(signal.SIGINT, print),
-    "how Ctrl-C or SIGTERM .*": lambda: signal.signal(signal.SIGTERM, print),
+    "how Ctrl-C, SIGTERM or SIGHUP is met": lambda: signal.signal(signal.SIGINT, print),
+    "how Ctrl-C, SIGTERM or SIGHUP .*": lambda: signal.signal(signal.SIGTERM, print),
     "the random state of Python, NumPy or torch": lambda: torch.rand(3),
     "the random state of Python, .*": lambda: np.random.seed(3),
     "the random state of .*": random.random,
@@ -72,7 +72,7 @@ def test_the_process_is_as_it_was(what, kind, tmp_path, monkeypatch):
         await asyncio.sleep(0)
         return change(batch)
 
-    of_threads = ("torch's number of threads", "torch's default device", "how Ctrl-C or SIGTERM")
+    of_threads = ("torch's number of threads", "torch's default device", "how Ctrl-C, SIGTERM or SIGHUP")
     if kind == "async" and what.startswith(of_threads):
         pytest.skip("a thread has its own, or none")
     before = process()

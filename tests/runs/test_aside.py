@@ -115,13 +115,15 @@ def test_where_nothing_can_be_deleted_what_is_to_be_stays(run, monkeypatch):
 
 
 def test_a_stage_of_a_run_s_own_recipe_finds_it_where_a_kill_has_left_it(run, monkeypatch):
-    write(run, {"recipe.yaml": "base: {model: m}\nppo: {}\n"})
+    seen = []
+    monkeypatch.setattr("toolkit.recipes.load", lambda recipe, *rest, **named: seen.append(Path(recipe).read_text()))
+    again = ["ppo", str(run / "recipe.yaml"), "--resume", "--runs-dir", str(run.parent)]
     aside.make_room(run, ["ppo", "eval"], wanted="ppo")
     assert not (run / "recipe.yaml").exists()
-    seen = []
-    monkeypatch.setattr("toolkit.recipes.load", lambda recipe, *rest, **named: seen.append(Path(recipe).is_file()))
-    done = CliRunner().invoke(app, ["ppo", str(run / "recipe.yaml"), "--resume", "--runs-dir", str(run.parent)])
-    assert seen == [True], done.output
+    CliRunner().invoke(app, again)
+    begin_anew(run)  # what has begun under a recipe of its own goes on with that
+    CliRunner().invoke(app, again)
+    assert seen == ["old recipe", "new recipe"]
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):

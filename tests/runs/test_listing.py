@@ -82,6 +82,16 @@ def test_how_far_runs_are_and_what_goes_on(runs):
             assert state_of(runs / "a").stages[1].state == state and state_of(runs / "a").command == ()
 
 
+def test_a_process_that_does_one_thing_within_another_is_seen_at_the_inner_one(runs):
+    """As a notebook that holds a run by a trainer, and measures or trains another stage meanwhile."""
+    run = runs / "a"
+    with at_work(run, "reward"):
+        with at_work(run, "ppo"):
+            assert state_of(run).stages[1].state == "at work"
+        assert state_of(run).stages[1].state == "stopped" and state_of(run).command == ()
+    assert not (run / ".lock").exists()
+
+
 def test_a_run_of_another_machine_that_may_have_ended_says_what_to_do(runs):
     """As one that was killed there, and copied."""
     lock = runs / "a" / ".lock"

@@ -14,8 +14,11 @@ import psutil
 import pytest
 
 import toolkit
+from toolkit.checkpoints import STOPS
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.runs import process
+
+pytestmark = pytest.mark.usefixtures("as_of_a_terminal")
 
 
 def script(text):
@@ -28,15 +31,16 @@ def test_a_stage_that_was_killed_is_told_from_one_that_failed():
         process.run_stage(script("sys.exit(1)"), "sft", "ppo")
     with pytest.raises(ToolkitError, match=r"was killed by SIGKILL.*memory"):
         process.run_stage(script("os.kill(os.getpid(), signal.SIGKILL)"), "sft", "ppo")
-    with pytest.raises(RunInterrupted, match="was stopped"):
-        process.run_stage(script("sys.exit(143)"), "sft", "ppo")
+    for code in (129, 143):
+        with pytest.raises(RunInterrupted, match="was stopped"):
+            process.run_stage(script(f"sys.exit({code})"), "sft", "ppo")
     with pytest.raises(BrokenPipeError) as closed:
         process.run_stage(script("sys.exit(141)"), "sft", "ppo")
     assert closed.value.errno == errno.EPIPE and closed.value.filename is None  # as the system's own
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_stage_that_was_stopped_before_it_began_is_not_told_as_a_failure(number):
     dies = f"signal.signal({int(number)}, signal.SIG_DFL); os.kill(os.getpid(), {int(number)})"
     with pytest.raises(RunInterrupted, match='"sft", which "ppo" needs, was stopped[.]') as raised:
@@ -105,7 +109,7 @@ def test_one_that_was_stopped_waits_longer_for_the_others(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_is_passed_on(number):
     """To a launcher of two, whose children say that they have saved, and which no terminal sends Ctrl-C to."""
     children = script("signal.signal(15, lambda *_: sys.exit(143)); os.write(1, b'ready\\n'); time.sleep(60)")
@@ -127,7 +131,7 @@ def test_a_signal_is_passed_on(number):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_while_they_are_started_reaches_all(number, monkeypatch):
     started, sends = [], iter((number, None))
 

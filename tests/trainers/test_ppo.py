@@ -16,7 +16,7 @@ from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.models import FreedMemory, Sequences, SharedBase, fused_lora, sequences
 from toolkit.reports import MetricsFile, read_jsonl
-from toolkit.rewards import DenseScores
+from toolkit.rewards import DenseScores, RewardAdapter
 from toolkit.sampling import SIGNS
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.trainer_internals import trainers_kept
@@ -531,6 +531,7 @@ def test_adapters_are_converted_once_for_each_reading_and_optimizer_step(tmp_pat
         rows, scores = rollout([[5, 2], [6, 2], [7, 7, 2], [8]]), torch.tensor([1.0, -1.0, 0.5, 2.0])
         converted.clear()
         experience = ours._make_experience(rows, scores)
+        RewardAdapter(ours.roles, pad_token_id=0, eos_token_id=2, batch_size=1)(rows)
         read = len(converted) / len(ours.roles._fused)
         converted.clear()
         ours._update(experience)
@@ -540,8 +541,8 @@ def test_adapters_are_converted_once_for_each_reading_and_optimizer_step(tmp_pat
     converted, own = [], fused_lora._adapters
     monkeypatch.setattr(fused_lora, "_adapters", lambda *given: converted.append(given) or own(*given))
     read, times, kept = weights()
-    assert read == 2 and times == 2 * 2  # policy and value, and epochs
+    assert read == 3 and times == 2 * 2  # policy, value and reward, and epochs
     monkeypatch.setattr(SharedBase, "weights_kept", nullcontext)
     read, times, anew = weights()
-    assert read == 2 * 4 and times == 2 * 2 * 4  # rows, and micro-batches
+    assert read == 3 * 4 and times == 2 * 2 * 4  # rows, and micro-batches
     assert kept.keys() == anew.keys() and all(torch.equal(kept[name], anew[name]) for name in kept)

@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +33,7 @@ def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
     In a thread other than the main one, where Python lets nobody handle signals, nothing is changed. A process that was
     forked here, as a worker that reads data, ends by SIGTERM as a library has it end, and lets this one decide about
-    Ctrl-C, which a terminal sends to both.
+    Ctrl-C and SIGHUP, which a terminal sends to both: a worker that dies would end the step that is to be saved.
     """
     ours = os.getpid()
 
@@ -40,16 +41,15 @@ def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
         if os.getpid() == ours:
             _leave_what_is_gone()
             handler(number, frame)
-        elif number != signal.SIGINT:
+        elif number == signal.SIGTERM:
             signal.signal(number, before[signal.Signals(number)])
             os.kill(os.getpid(), number)
 
     numbers = STOPS if threading.current_thread() is threading.main_thread() else ()
-    met = {number: signal.getsignal(number) for number in numbers}
     before = {
         number: earlier
-        for number, earlier in met.items()
-        if earlier != signal.SIG_IGN or number in (signal.SIGINT, signal.SIGTERM)
+        for number in numbers
+        if (earlier := signal.getsignal(number)) != signal.SIG_IGN or number in (signal.SIGINT, signal.SIGTERM)
     }
     for number in before:
         signal.signal(number, handled)
@@ -62,11 +62,11 @@ def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 def _leave_what_is_gone() -> None:
     """Let go of a terminal that is gone: what is printed to it would be an error, and all is still to be saved."""
-    for stream in (1, 2):
-        with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+    for number, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+        with suppress(OSError):  # where there was no stream, the number may have become that of a device
+            if stream is not None and stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
                 nothing = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nothing, stream)
+                os.dup2(nothing, number)
                 os.close(nothing)
 
 

@@ -36,8 +36,8 @@ def _stage(stage: str, text: str, example: str) -> None:
 
         with agreed():  # an error of all is told once
             path = Path(recipe).expanduser()
-            if path.name == RECIPE_FILE:  # of a run, which a kill may have moved aside
-                by_main(lambda: recover_to_read(path.parent))
+            if path.name == RECIPE_FILE:  # of a run, from which a kill may have moved it aside
+                by_main(lambda: None if path.is_file() else recover_to_read(path.parent))
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
         named = replace(loaded, name=name or loaded.name)
         stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)

@@ -43,8 +43,8 @@ def of_all_layers(roles: SharedBase, count: Callable[[], list[Phase]], args: Any
     adds, the others do, unless every n-th one is checkpointed, or there is a value model beside them, which would have
     more activations than a few of them."""
     number = alike(roles)
-    by_itself = "every_n_layers" in (args.gradient_checkpointing_kwargs or {}) or roles.value_model is not None
-    if number is None or number <= _FEW + 1 or by_itself:
+    whole = "every_n_layers" in (args.gradient_checkpointing_kwargs or {}) or roles.value_model is not None
+    if number is None or number <= _FEW + 1 or whole:
         return count()
     with truncated(roles, _FEW):
         few = count()

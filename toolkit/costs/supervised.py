@@ -45,8 +45,8 @@ def counted_step(
 
     def rows_of(number: int, tokens: int) -> list[dict[str, Any]]:
         ids = [TOKEN] * tokens
-        # Under a mask a card has keys and values for each head. A CPU needs none: it packs rows.
-        fewer = ids if on_cpu or in_line else ids[: max(1, tokens - 1)]
+        # Under a mask a card has keys and values for each head. A CPU needs none, as it packs rows; nor do full rows.
+        fewer = ids if on_cpu or (sft and args.packing) else ids[: max(1, tokens - 1)]
         if kind == "pairs":
             return [{"chosen_ids": ids, "rejected_ids": fewer}] * number
         return [{"input_ids": row, "labels": row if sft else 0} for row in (ids, *[fewer] * (number - 1))]

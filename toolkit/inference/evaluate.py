@@ -52,6 +52,8 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
             processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
             processes.by_main(lambda: write_result(folder, result))
         except ToolkitError:  # of a full disk: it may have taken an hour
+            for sentence in told:
+                say(sentence)
             show_result(result, samples)
             raise
     for sentence in told:  # now that all is written: standard output may be closed

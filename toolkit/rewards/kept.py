@@ -68,7 +68,7 @@ _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's precision of products": (_products, _set_products),
     "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "standard output or error": (lambda: [sys.stdout, sys.stderr], _set_streams),
-    "how Ctrl-C or SIGTERM is met": (lambda: [signal.getsignal(one) for one in STOPS], _set_handlers),
+    "how Ctrl-C, SIGTERM or SIGHUP is met": (lambda: [signal.getsignal(one) for one in STOPS], _set_handlers),
     "the random state of Python, NumPy or torch": (get_random_states, set_random_states),
 }
 

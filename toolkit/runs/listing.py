@@ -90,12 +90,13 @@ def _stage(folder: Path, owner: dict[str, Any] | None) -> StageState:
     if collected is not None:
         where = f"{collected:,} responses saved"
     elif owner is not None:
-        lock = f": if that has ended, delete {folder.parent / LOCK_FILE}"
-        where = f"{step}, by {other}{lock}" if (other := elsewhere(owner)) else step
+        where = step
     elif saved := checkpoints_in(folder):
         where = f"saved up to step {step_of(saved[-1])}"
     else:
         where = f"{step}, {'weights saved, and no checkpoint' if has_weights(folder) else 'nothing saved'}"
+    if owner is not None and (other := elsewhere(owner)):
+        where += f", by {other}: if that has ended, delete {folder.parent / LOCK_FILE}"
     return StageState(folder.name, STOPPED if owner is None else AT_WORK, where, figures_of(metrics))
 
 
@@ -108,9 +109,9 @@ def _command(run: Path, states: tuple[StageState, ...], *, at_work: bool) -> tup
     wanted = {*begun, "q"} if "collect" in begun else {*begun}  # q, where there is one, collects first
     aims = [stage for stage in ("ppo", "q", "collect", "reward", "sft") if stage in recipe]
     aims.sort(key=lambda stage: stage not in wanted or stage in ("reward", "sft"))
-    elsewhere = () if run.parent == Path("runs") else ("--runs-dir", str(run.parent))
+    beside = () if run.parent == Path("runs") else ("--runs-dir", str(run.parent))
     if done.intersection(RESPONDING) and not (aims and aims[0] in wanted - done):
-        return ("toolkit", "chat", run.name, *elsewhere)
+        return ("toolkit", "chat", run.name, *beside)
     if not aims or aims[0] in done:
         return ()
     # What was stopped before the aim had begun is what it needs.
@@ -119,7 +120,7 @@ def _command(run: Path, states: tuple[StageState, ...], *, at_work: bool) -> tup
     number = _processes(run / begun[-1]) if begun else 1
     together = ("--processes", str(number)) if number > 1 else ()
     way = "--overwrite" if anew else "--resume"
-    return ("toolkit", aims[0], str(run / RECIPE_FILE), way, *together, *elsewhere)
+    return ("toolkit", aims[0], str(run / RECIPE_FILE), way, *together, *beside)
 
 
 def _processes(stage: Path) -> int:

@@ -61,9 +61,13 @@ def _written(lock: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and {"pid", "host", "started"} <= found.keys() else {}
 
 
+def _process_of(written: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in written.items() if key != "doing"}
+
+
 def _read(lock: Path) -> dict[str, Any]:
     """The process by which a lock was written."""
-    return {key: value for key, value in _written(lock).items() if key != "doing"}
+    return _process_of(_written(lock))
 
 
 def doing_in(run: Path) -> str:
@@ -116,6 +120,8 @@ def acquire(run: Path, doing: str = "") -> bool:
                 if owner is None:
                     _take_away(run)
                 elif owner == _us():
+                    if doing:
+                        write_whole(lock, _text(doing))
                     break
                 elif _is_served(owner):
                     return False
@@ -185,9 +191,9 @@ def at_work(run: Path, doing: str = "") -> Iterator[bool]:
     Args:
         doing: for `doing_in`.
     """
-    ours, lock = acquire(run, doing), run / LOCK_FILE
-    starter = _written(lock)
-    if not ours:
+    lock = run / LOCK_FILE
+    outer = _written(lock)
+    if not (ours := acquire(run, doing)):
         _held[run.resolve()] += 1
         with writing(run):
             write_whole(lock, _text(doing))
@@ -198,5 +204,7 @@ def at_work(run: Path, doing: str = "") -> Iterator[bool]:
             release(run)
         else:
             _held[run.resolve()] -= 1
+        goes_on = _held[run.resolve()] > 0 and _process_of(outer) == _us()  # what this process did there before
+        if goes_on or not ours:
             with suppress(OSError):  # else it lapses with this process
-                write_whole(lock, json.dumps(starter))
+                write_whole(lock, json.dumps(outer))

@@ -26,6 +26,7 @@ from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.objective import ScoreShaper
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.rollouts import Rollouts
+from toolkit.trainers.same_run import of_this_version
 from toolkit.trainers.trl_compat import TRLPPOTrainer
 
 
@@ -173,7 +174,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         checkpoint = self._whole_checkpoint(folder)
         self._prepare_training()
         state = read_state(checkpoint)
-        self.check_checkpoint(checkpoint, state)  # before anything is changed
+        with of_this_version(checkpoint):
+            self.check_checkpoint(checkpoint, state)  # before anything is changed
         self._restoring = state
         self.load_saved(checkpoint)
         self.state = type(self.state).load_from_json(str(checkpoint / TRAINER_STATE_NAME))

@@ -8,8 +8,6 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from toolkit.trainers.same_run import (
     check_same_optimizer,
     check_same_run,
     identity,
+    of_this_version,
     other_setting,
     settings_of,
     tell_other_settings,
@@ -38,17 +37,6 @@ from toolkit.trainers.same_run import (
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-
-
-@contextmanager
-def _of_this_version(checkpoint: Path) -> Iterator[None]:
-    """Inside, what the state of a checkpoint lacks, or has beside, is another version's."""
-    try:
-        yield
-    except (KeyError, TypeError) as error:
-        wrong = f"{checkpoint} was written by another version of the toolkit: {type(error).__name__} {error}."
-        remedy = "Go on with that version, or begin a new run, whose start.policy can be its policy."
-        raise CheckpointError(wrong, remedy=remedy) from error
 
 
 class _AtStepEnd(TrainerCallback):
@@ -151,7 +139,7 @@ class ResumableTrainer(BestOfSaved):
                 self.state = state
                 if over:  # the checkpoint's run may have been longer
                     state.max_steps = length
-                with processes.agreed(), _of_this_version(checkpoint):
+                with processes.agreed(), of_this_version(checkpoint):
                     check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
                 for one in self._metrics_files:
@@ -199,7 +187,7 @@ class ResumableTrainer(BestOfSaved):
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
-            SelfCheckError: several processes do not begin with the same base, data or versions.
+            SelfCheckError: several processes do not begin with the same settings, base, data or versions.
             ToolkitError: accelerate would divide what several processes divide by themselves.
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
@@ -407,7 +395,7 @@ class ResumableTrainer(BestOfSaved):
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
         self.state.compute_steps(self.args, self.state.max_steps)  # these may be others than the checkpoint's run had
-        with _of_this_version(checkpoint):
+        with of_this_version(checkpoint):
             self.check_checkpoint(checkpoint, self._restoring)
         self.restore_optimizer(checkpoint)
 
@@ -436,7 +424,7 @@ class ResumableTrainer(BestOfSaved):
         self._goes_on_from = self.state.global_step
         for one in self._metrics_files:
             one.earlier = 0
-        with _of_this_version(checkpoint):
+        with of_this_version(checkpoint):
             self.load_own_state(self._restoring["own"])
             vars(self.skipped).update(self._restoring["skipped"])
         self._metrics_at.clear()

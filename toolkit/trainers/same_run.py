@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,17 @@ _NOT_LEARNT_BY = {
     "total_episodes", "generation", "logprob_chunk_size", "q_chunk_size", "local_rollout_forward_batch_size",
     "activation_offloading", "dataset_num_proc",
 }  # fmt: skip
-_LEARNT_BY = ("seed", "data_seed", "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+_LEARNT_BY = (
+    "seed", "data_seed", "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim_args",
+    "label_smoothing_factor", "neftune_noise_alpha", "dataloader_drop_last", "train_sampling_strategy",
+)  # fmt: skip
 
 
 def settings_of(args: TrainingArguments) -> dict[str, Any]:
     """The settings by which a run learns what it does, as JSON has them."""
     own = {one.name for one in fields(args)} - {one.name for one in fields(TrainingArguments)} - _NOT_LEARNT_BY
     values = {name: getattr(args, name) for name in sorted({*own, *_LEARNT_BY})}
+    values["rows of a step"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
     found: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return found
 
@@ -106,9 +111,24 @@ def check_alike(identity: Mapping[str, Any], roles: SharedBase | None = None) ->
         identity = {**identity, "adapters": frozen_digests(roles)}
     of_all = processes.gather(identity)
     differ = sorted(key for key in identity if any(one[key] != of_all[0][key] for one in of_all))
+    for key in {"settings", "versions"}.intersection(differ):
+        first = of_all[0][key]
+        names = sorted(name for name in first if any(one[key].get(name) != first[name] for one in of_all))
+        differ[differ.index(key)] = f"{key} ({', '.join(names)})"
     if differ:
         wrong = f"the processes do not begin with the same {' and '.join(differ)}."
-        raise SelfCheckError(wrong, remedy="Give all machines the same checkpoint, data and packages.")
+        raise SelfCheckError(wrong, remedy="Give all machines the same settings, checkpoint, data and packages.")
+
+
+@contextmanager
+def of_this_version(checkpoint: Path) -> Iterator[None]:
+    """Inside, what the state of a checkpoint lacks, or has beside, is another version's."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        wrong = f"{checkpoint} was written by another version of the toolkit: {type(error).__name__} {error}."
+        remedy = "Go on with that version, or begin a new run, whose start.policy can be its policy."
+        raise CheckpointError(wrong, remedy=remedy) from error
 
 
 def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
