@@ -3,16 +3,20 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from tests.tiny_runs import PAIRS, command_here
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.evaluate import as_trained, evaluate, measured, trained_on
 from toolkit.inference.saved_run import open_run
+from toolkit.runs import build
 from toolkit.spec.validate import measured_names
+from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.rollouts import Rollouts
 
 
 def test_evaluation_gives_the_figures_of_training(trained, monkeypatch):
@@ -43,12 +47,32 @@ def test_what_was_measured_is_shown_where_it_cannot_be_written(trained, monkeypa
     assert "score" in capsys.readouterr().out
 
 
-def test_a_setting_that_was_taken_away_is_a_change(trained, monkeypatch):
+def test_what_is_asked_for_otherwise_is_told_and_what_would_have_no_effect_refused(trained, monkeypatch):
     folder, recipe = trained
     monkeypatch.chdir(folder)
-    asked = open_run("chat", "ppo.response_length=null")
-    assert asked.values["ppo"].keys() == recipe.values["ppo"].keys() - {"response_length"}
-    assert measured(asked)[0]["changed"] == {"ppo.response_length": None}
+    asked = open_run("chat", "ppo.response_length=null", "ppo.temperature=0.5")
+    assert asked.values["ppo"].keys() == recipe.values["ppo"].keys() - {"response_length"} | {"temperature"}
+    read, made = set(), build.make_rollouts
+
+    def seen(config, name):
+        read.add(name)
+        return object.__getattribute__(config, name)
+
+    def then_seen(*given):
+        rollouts = made(*given)
+        monkeypatch.setattr(PPOConfig, "__getattribute__", seen)
+        return rollouts
+
+    monkeypatch.setattr(build, "make_rollouts", then_seen)
+    assert measured(asked)[0]["changed"] == {"ppo.response_length": None, "ppo.temperature": 0.5}
+    monkeypatch.undo()
+    own = {one.name for one in fields(PPOConfig)} - {one.name for one in fields(TrainingArguments)}
+    assert read & own <= Rollouts.reads <= read
+    monkeypatch.chdir(folder)
+    with pytest.raises(RecipeError) as raised:
+        measured(open_run("chat", "ppo.learning_rate=1", "ppo.temperature=0.5", "seed=3"))
+    (problem,) = raised.value.problems
+    assert (problem.field, problem.wrong[:20]) == ("ppo.learning_rate", "would have no effect")
 
 
 def test_it_is_measured_by_one_process_at_a_time(trained):

@@ -12,7 +12,7 @@ from transformers import set_seed
 from toolkit import processes
 from toolkit.checkpoints import step_of
 from toolkit.data import data_digest
-from toolkit.errors import ToolkitError, within
+from toolkit.errors import Problem, RecipeError, ToolkitError, within
 from toolkit.inference.saved_run import not_here, policy_folder
 from toolkit.models import base_digest, load_weights, scores_for
 from toolkit.phases import phase
@@ -27,8 +27,10 @@ from toolkit.runs.result import figures
 from toolkit.runs.said import say, show_result
 from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
+from toolkit.spec.plan import STAGES
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase
+from toolkit.trainers.rollouts import QRollouts, Rollouts
 from toolkit.trainers.same_run import check_alike, made_with, other_than
 
 
@@ -36,7 +38,7 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     """Measure a trained run on its held-out prompts, before and after training, into `eval/result.json`.
 
     Raises:
-        RecipeError: another process is at work in the run folder.
+        RecipeError: another process is at work in the run folder, or a setting of training was given.
     """
     folder = recipe.stage_folder(EVALUATION)
     with ExitStack() as stack:
@@ -63,6 +65,7 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
+_PRECISION = frozenset(("bf16", "fp16", "tf32", "torch_compile", "use_cpu"))
 _LEVELS_OF = {"reward": LEVELS, "judge": f"{LEVELS} (judge)"}
 
 
@@ -116,6 +119,7 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
     nothing is written. Of checkpoints, too, if any are given: their metrics by step as `checkpoints`."""
     started = time.perf_counter()
     with processes.agreed():
+        changed = _changed(recipe)
         task = recipe.task
         with within(recipe.data_section("ppo")):
             prompts = task.prompts("test")
@@ -129,10 +133,27 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
     result["made_with"] = used
     if checkpoints:
         result["checkpoints"] = {step_of(of): one.metrics for of, one in zip(checkpoints, between, strict=True)}
-    changed, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
-    if given := {key: here for key, (_, here) in changed.items() if key not in beyond}:
-        result["changed"] = {key: None if here is ABSENT else here for key, here in given.items()}
+    if changed:
+        result["changed"] = changed
     return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
+
+
+def _changed(recipe: Recipe) -> dict[str, Any]:
+    """What is asked for in place of what the run has: by key, None where it is taken away.
+
+    Raises:
+        RecipeError: a setting of training is among it.
+    """
+    differing, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
+    changed = {key: None if here is ABSENT else here for key, (_, here) in differing.items() if key not in beyond}
+    stage = last_stage(recipe.folder)
+    reads = {f"{stage}.{name}" for name in _PRECISION | (QRollouts if stage == "q" else Rollouts).reads}
+    wrong = "would have no effect: nothing is trained where a run is measured."
+    of_training = [key for key in changed if key.split(".")[0] in STAGES and key not in reads]
+    problems = [Problem(wrong, key, "Leave it out.") for key in of_training]
+    if problems:
+        raise RecipeError(recipe.run, problems=problems)
+    return changed
 
 
 def _evaluated(

@@ -46,6 +46,7 @@ class RoleRollouts:
     generated: Portion = field(default_factory=all_at_once)  # rows of a generation at a time
 
     at_a_time: ClassVar[str]  # the setting that says how many rows are read
+    reads: ClassVar[frozenset[str]]  # settings by which an evaluation makes and reads responses, beside its precision
 
     def _sampler(self, **settings: Any) -> Sampler:
         settings |= {"response_length": self.args.response_length, "portion": self.generated}
@@ -106,6 +107,10 @@ class Rollouts(RoleRollouts):
 
     args: PPOConfig
     at_a_time = "local_rollout_forward_batch_size"
+    reads = frozenset((
+        "response_length", "max_length", "temperature", "eval_do_sample", "per_device_eval_batch_size",
+        "local_rollout_forward_batch_size", "logprob_chunk_size",
+    ))  # fmt: skip
 
     def sampler(self, *, do_sample: bool = True, **decoding: bool) -> Sampler:
         """The policy, sampled or decoded greedily; `merged` and with `graphs` where asked for."""
@@ -160,6 +165,9 @@ class QRollouts(RoleRollouts):
 
     args: QConfig
     at_a_time = "per_device_eval_batch_size"
+    reads = frozenset((
+        "response_length", "decoding", "decoding_temperature", "per_device_eval_batch_size", "q_chunk_size",
+    ))  # fmt: skip
 
     def sampler(self, *, by_q: bool = True) -> Sampler:
         """The policy as `decoding` says; or the reference, decoded in the same way."""
