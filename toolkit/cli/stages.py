@@ -1,5 +1,6 @@
 """The stages, each a command of the same options."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -35,9 +36,9 @@ def _stage(stage: str, text: str, example: str) -> None:
         from toolkit.runs.owned import RECIPE_FILE
 
         with agreed():  # an error of all is told once
-            path = Path(recipe).expanduser()
+            path = Path(os.path.expanduser(recipe))
             if path.name == RECIPE_FILE:  # of a run, from which a kill may have moved it aside
-                by_main(lambda: None if path.is_file() else recover_to_read(path.parent))
+                by_main(lambda: None if os.path.isfile(path) else recover_to_read(path.parent))
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
         named = replace(loaded, name=name or loaded.name)
         stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)

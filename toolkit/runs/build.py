@@ -78,8 +78,8 @@ def about_stage(recipe: Recipe, stage: str) -> Iterator[str]:
     recipe leaves it open; that it is slow."""
     given = section(recipe.values, stage)
     first, *others = [name for name in _HOW_LONG if given.get(name) not in (None, -1)] or [""]
-    if others:
-        yield f"{stage}.{first} ({given[first]}) says how long it trains: {' and '.join(others)} has no effect."
+    if others:  # one: max_steps and total_episodes together are refused
+        yield f"{stage}.{first} ({given[first]}) says how long it trains: {others[0]} has no effect."
     precision, key = recipe.precision(stage), f"{recipe.plan.stages[stage].model}.dtype"
     if precision.why:
         yield f"{key} is {precision}."
