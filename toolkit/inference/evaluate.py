@@ -20,8 +20,8 @@ from toolkit.reports import Progress, Responses, read_json, sample_rows, write_j
 from toolkit.rewards import LEVELS
 from toolkit.runs import build
 from toolkit.runs.differences import ABSENT, changes
+from toolkit.runs.folder import last_stage
 from toolkit.runs.lock import at_work
-from toolkit.runs.longer import last_stage
 from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, SAMPLES_FILE, begin, refuse_others
 from toolkit.runs.result import figures
 from toolkit.runs.said import say, show_result

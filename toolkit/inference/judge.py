@@ -19,7 +19,7 @@ from toolkit.inference.evaluate import as_trained, measured
 from toolkit.inference.saved_run import open_run, policy_folder
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
 from toolkit.runs.comparison import differing, labels_of
-from toolkit.runs.longer import last_stage
+from toolkit.runs.folder import last_stage
 from toolkit.runs.owned import check_output
 from toolkit.runs.said import say
 from toolkit.spec.recipe import Recipe

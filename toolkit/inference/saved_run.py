@@ -27,8 +27,7 @@ from toolkit.models import Merged, load_base, merge_adapter, name_base, position
 from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
-from toolkit.runs.longer import last_stage
+from toolkit.runs.folder import check_outputs, find_run, has_weights, last_stage, recover
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load

@@ -8,7 +8,7 @@ finished.
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.checkpoints import checkpoint_folders, checkpoints_in, step_of
 from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, damage, write_whole, writing
@@ -18,10 +18,10 @@ from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, recorded
 from toolkit.runs.lock import at_work, owner_of
-from toolkit.runs.longer import drop_evaluation, last_stage, stages_as_they_were, written_down
+from toolkit.runs.longer import drop_evaluation, stages_as_they_were, written_down
 from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
 from toolkit.spec.load import is_run_name
-from toolkit.spec.plan import STAGES, by_trl
+from toolkit.spec.plan import RESPONDING, STAGES, by_trl
 from toolkit.spec.recipe import Recipe
 
 SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
@@ -107,6 +107,11 @@ def _outdated(recipe: Recipe, resumed: str | None = None) -> dict[str, Changes]:
         kept = may_change(recipe, resumed, recipe.folder)
         found[resumed] = {key: pair for key, pair in found[resumed].items() if key not in kept}
     return {stage: differing for stage, differing in found.items() if differing and work_of(recipe.stage_folder(stage))}
+
+
+def last_stage(run: Path) -> Literal["ppo", "q"]:
+    """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy."""
+    return "q" if [stage for stage in RESPONDING if (run / stage / RESULT_FILE).is_file()] == ["q"] else "ppo"
 
 
 def listed(stages: Iterable[str]) -> str:

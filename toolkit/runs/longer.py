@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import MANIFEST, RESULT_FILE, damage, read_object, write_whole, writing
@@ -90,11 +90,6 @@ def _as_it_was(run: Path, stage: str) -> None:
             write_whole(run / RECIPE_FILE, files[RECIPE_FILE])
             write_whole(folder / RESULT_FILE, files[RESULT_FILE])  # the last: by it the stage is finished
     path.unlink()
-
-
-def last_stage(run: Path) -> Literal["ppo", "q"]:
-    """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy."""
-    return "q" if [stage for stage in RESPONDING if (run / stage / RESULT_FILE).is_file()] == ["q"] else "ppo"
 
 
 def drop_evaluation(folder: Path) -> None:
