@@ -41,7 +41,7 @@ SMALL["doubling_q"] = [
     "sft.max_steps=2", "q.max_steps=2", "q.eval_steps=1", "q.save_steps=1", "q.per_device_train_batch_size=8",
     "collect.max_prompts=20", "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1",
 ]  # fmt: skip
-SMALL["mine"] = SMALL["llama3_8b_lora_fast"]
+SMALL["mine"] = [*_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2", "ppo.num_mini_batches=1"]
 RUN_LANGUAGES = ("", "sh", "powershell")  # a block of another language, as text, is not run
 STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "plan", "show")
 READING = ("check", "plan", "show")  # which leave nothing: the same words once are enough
@@ -49,12 +49,12 @@ _read: set[tuple[str, ...]] = set()  # commands of the pages so far
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of the page's code blocks that begin with make, toolkit or cp; continued lines joined."""
+    """Lines of the page's code blocks that begin with make or toolkit; continued lines joined."""
     runnable, language = [], None
     for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
         if line.startswith("```"):
             language = line.removeprefix("```") if language is None else None
-        elif language in RUN_LANGUAGES and line.startswith(("make ", "toolkit ", "cp ")):
+        elif language in RUN_LANGUAGES and line.startswith(("make ", "toolkit ")):
             runnable.append(line.split("  #")[0].strip())
     return runnable
 
@@ -104,10 +104,9 @@ def run(words: list[str], desk: Path) -> None:
 def test_every_command_of_a_page_runs(page, desk, monkeypatch):
     monkeypatch.chdir(desk)
     monkeypatch.setenv("COLUMNS", "200")
+    for name, recipe in re.findall(r"^```yaml\n# (\w+\.yaml)\n(.+?)^```", page.read_text("utf-8"), flags=re.M | re.S):
+        Path(name).write_text(recipe, encoding="utf-8")
     for command in commands(page):
-        if command.startswith("cp "):
-            shutil.copy(*shlex.split(command)[1:])
-            continue
         words = as_toolkit(command)
         if words is not None and not (words[0] in READING and tuple(words) in _read):
             run(words, desk)

@@ -7,8 +7,10 @@ import sys
 import time
 from contextlib import redirect_stdout
 from datetime import timedelta
+from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,14 +323,103 @@ def test_what_mpi_says_is_no_number_of_processes(monkeypatch):
     assert "PMI_SIZE" not in os.environ
 
 
-def test_processes_wait_for_one_another_as_long_as_a_rollout_may_take(two_cards, monkeypatch):
+@pytest.fixture
+def joined(two_cards, monkeypatch):
+    """What `join` has made for the second of two processes, the groups of torch kept away."""
     made = []
-    monkeypatch.setattr(processes, "_meet", lambda: (None, 1, 2))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **named: made.append((backend, named)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    monkeypatch.setattr(processes, "_meet", lambda: (torch.distributed.HashStore(), 1, 2))
+    monkeypatch.setattr(processes, "_name_interface", lambda *_: None)
+    monkeypatch.setattr(processes, "_cards", [])
+
+    def group(name, backend, **named):
+        made.append((name, backend, named))
+        return name
+
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(torch.distributed, name, partial(group, name))
     processes.join()
-    ((backend, named),) = made
-    assert backend == "cpu:gloo,cuda:nccl" and (named["rank"], named["world_size"]) == (1, 2)
-    assert named["timeout"] >= timedelta(hours=12)
+    return made
+
+
+def test_processes_wait_for_one_another_as_long_as_a_rollout_may_take(joined):
+    """And minutes alone in a sum on cards, whose kernel does not notice that another process has died."""
+    (_, world, named), (_, on_cards, of_cards) = joined
+    assert (world, on_cards) == ("gloo", "nccl") and (named["rank"], named["world_size"]) == (1, 2)
+    assert named["timeout"] >= timedelta(hours=12) and of_cards["timeout"] <= timedelta(minutes=15)
+
+
+def test_tensors_of_cards_are_summed_by_the_group_of_cards(joined, monkeypatch):
+    class OfACard(torch.Tensor):
+        is_cuda = True
+
+    summed = []
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "gather", lambda value: [value])
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group=None: summed.append(group))
+    processes.sum_([torch.ones(2).as_subclass(OfACard)])
+    processes.sum_([torch.ones(2)])
+    assert summed == ["new_group", None]
+
+
+@pytest.mark.parametrize("visible", ["0,1", None])
+def test_a_card_that_cuda_does_not_find_is_named(visible, two_cards, monkeypatch):
+    """As on a login node, or where a driver is missing: all would end in a traceback of NCCL's."""
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    named = " of CUDA_VISIBLE_DEVICES=0,1" if visible else ""
+    with pytest.raises(ToolkitError, match=rf"CUDA finds no GPU 1{named}\. Set CUDA_VISIBLE_DEVICES to GPUs that"):
+        processes.join()
+
+
+@pytest.mark.parametrize(
+    ("rank", "of_other", "own"), [(0, "192.0.2.7", {"192.0.2.7": "192.0.2.1"}), (1, "", {"node1": "192.0.2.7"})]
+)
+def test_a_machine_is_reached_whose_name_is_at_a_loopback_address(rank, of_other, own, monkeypatch):
+    """As on Debian, where gloo would listen at 127.0.1.1; the first machine knows itself by its name, and finds its
+    address on the way to another one."""
+    store = torch.distributed.HashStore()
+    store.set(f"address {1 - rank}", of_other)
+    (address,) = own.values()
+    found = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth1": [SimpleNamespace(address=address)]}
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(processes, "_address_towards", lambda host: own.get(host, ""))
+    monkeypatch.setattr(processes.socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(processes.psutil, "net_if_addrs", lambda: found)
+    processes._name_interface(store, rank, 2)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")  # the user's own
+    processes._name_interface(store, rank, 2)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(processes.socket, "gethostbyname", lambda name: address)  # which gloo finds by itself
+    processes._name_interface(store, rank, 2)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_processes_of_one_machine_leave_gloo_as_it_is(monkeypatch):
+    store = torch.distributed.HashStore()
+    store.set("address 1", "")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    processes._name_interface(store, 0, 2)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_machine_that_is_not_reached_names_the_variable(two_cards, monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152]\n Connection refused, remote=[127.0.1.1]")
+
+    monkeypatch.setattr(processes, "_visible", [])
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(processes, "_meet", lambda: (torch.distributed.HashStore(), 1, 2))
+    monkeypatch.setattr(processes, "_name_interface", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", refused)
+    with pytest.raises(ToolkitError, match=r"process 1 of 2 does not reach .*127\.0\.1\.1\].* Set GLOO_SOCKET_IFNAME"):
+        processes.join()
 
 
 def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch):

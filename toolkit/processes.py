@@ -1,22 +1,24 @@
-"""Several processes that do one run: which rows are whose, and what they tell each other. Knows torch alone.
+"""Several processes that do one run: which rows are whose, and what they tell each other. Knows no model.
 
 Every process holds the whole base and takes the same decisions from the same numbers; only forward passes are divided.
 Libraries see one process: with their own division of rows and wrappers of modules, adapters that are switched would not
 work. Alone, which is without a process group, each function here is what it says of one process, and costs nothing.
 """
 
+import ipaddress
 import logging
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -27,13 +29,18 @@ T = TypeVar("T")
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LAUNCHED = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), "")  # as `join` found them
 _visible: list[str | None] = []  # as `take_card` found it
+_cards: list[dist.ProcessGroup] = []  # the group that sums tensors of cards, where there are cards
 _OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # by which accelerate would divide on a CPU, too
 _MEETS_IN = "TOOLKIT_MEETS_IN"  # seconds, of processes that are started together
 TIMEOUT = timedelta(hours=12)
 """How long a process waits for another: a rollout, or a reward's server, may take long; one that dies ends the others
 by its broken connection and by whoever started them."""
+ON_CARDS = timedelta(minutes=10)
+"""How long a sum of tensors may take on cards. NCCL does not notice that another process of this machine has died, and
+its kernel would wait for it; a sum directly follows an exchange over gloo, so that nobody comes to it late."""
 MEETING = timedelta(minutes=30)
 """How long those that have started wait for one that has not, as torch's own default is."""
 TOGETHER = 300
@@ -100,9 +107,9 @@ def join() -> None:
     The environment says which, in torch's variables. Each sees the GPU of its local rank alone (`take_card`).
 
     Raises:
-        ToolkitError: there are more processes on this machine than GPUs, they have not met within `MEETING`, MPI
-            has started them, or
-            accelerate was asked for what it would do to a model of its own.
+        ToolkitError: there are more processes on this machine than GPUs, or GPUs are named that CUDA does not find;
+            they have not met within `MEETING`, or do not reach one another; MPI has started them, or accelerate was
+            asked for what it would do to a model of its own.
     """
     _check_accelerate(os.environ)
     for name in _OF_MPI:
@@ -115,15 +122,34 @@ def join() -> None:
         _take_from_environment()
         return
     take_card()
-    backend = "cpu:gloo,cuda:nccl" if _visible else "gloo"
-    if _visible and torch.cuda.is_available() and torch._C._cuda_getDeviceCount() > 1:
-        wrong = "CUDA was asked for its cards before the processes were told apart: all would take the first one."
-        raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else is imported.")
+    if _visible:
+        _check_card()
     store, rank, number = _meet()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=number, timeout=TIMEOUT)
+    _name_interface(store, rank, number)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=TIMEOUT)
+    except RuntimeError as error:
+        wrong = f"process {rank} of {number} does not reach another one: {' '.join(str(error).split())}."
+        remedy = f"Set {_INTERFACE}, and NCCL_SOCKET_IFNAME for cards, to the network interface by which the machines "
+        remedy += "reach each other (see `ip addr`), and let them accept each other's traffic on all ports."
+        raise ToolkitError(wrong, remedy=remedy) from error
+    if _visible:
+        _cards.append(dist.new_group(backend="nccl", timeout=ON_CARDS))
     # transformers' arguments warn of a group that they did not make, at each of their calls.
     logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.msg)
     _LAUNCHED.update(_take_from_environment())
+
+
+def _check_card() -> None:
+    """Nothing, if CUDA finds the card that this process has taken, and no other, else a ToolkitError."""
+    if not torch.cuda.is_available():
+        wrong = f"CUDA finds no GPU {os.environ[_VISIBLE]}"
+        named = f" of {_VISIBLE}={_visible[0]}" if _visible[0] else ""
+        remedy = f"Set {_VISIBLE} to GPUs that nvidia-smi lists, or to nothing for the CPU."
+        raise ToolkitError(f"{wrong}{named}.", remedy=remedy)
+    if torch._C._cuda_getDeviceCount() > 1:
+        wrong = "CUDA was asked for its cards before the processes were told apart: all would take the first one."
+        raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else is imported.")
 
 
 def leave() -> None:
@@ -145,6 +171,32 @@ def _meet() -> tuple[dist.Store, int, int]:
         remedy = "Start all of them, with the same MASTER_ADDR and MASTER_PORT; for one process unset RANK, WORLD_SIZE."
         raise ToolkitError(wrong, remedy=remedy) from error
     return dist.PrefixStore("toolkit", store), rank, number
+
+
+def _name_interface(store: dist.Store, rank: int, number: int) -> None:
+    """Say to gloo at which interface processes of other machines reach this one, where it would not see it: it takes
+    the address of the machine's name, which Debian and others have at 127.0.1.1."""
+    own = _address_towards(os.environ.get("MASTER_ADDR", ""))
+    store.set(f"address {rank}", own)
+    others = [store.get(f"address {i}").decode() for i in range(number)]
+    if not own:  # the first machine, which knows itself by its name
+        own = next(filter(None, map(_address_towards, filter(None, others))), "")
+    name = socket.gethostname()
+    with suppress(OSError):
+        if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
+            return
+    for interface, addresses in psutil.net_if_addrs().items():
+        if own and own in {one.address for one in addresses}:
+            os.environ.setdefault(_INTERFACE, interface)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to another one; "" for itself, or where there is no way. Nothing is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, 9))
+        address = way.getsockname()[0]
+        return "" if ipaddress.ip_address(address).is_loopback else str(address)
+    return ""
 
 
 def _take_from_environment() -> dict[str, str]:
@@ -331,6 +383,6 @@ def sum_(tensors: Iterable[Tensor]) -> None:
         with agreed():  # before anybody waits: the copy may not fit on one of the cards
             flat = torch.cat([tensor.flatten() for tensor in same])
         with _connected():
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=_cards[0] if flat.is_cuda else None)
         for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
             tensor.copy_(part.view_as(tensor))

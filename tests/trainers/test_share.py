@@ -524,9 +524,9 @@ def begun_with(folder, what):
     if what == "base" and processes.rank():
         with torch.no_grad():
             base.causal_lm.model.embed_tokens.weight.mul_(1.5)
-    if what == "adapters" and processes.rank():  # of which the reward is not trained
+    if what in ("adapters", "weights to train") and processes.rank():  # of which the reward is not trained
         with torch.no_grad():
-            base.parameters_of("reward")[0].mul_(1.5)
+            base.parameters_of("reward" if what == "adapters" else "policy")[0].mul_(1.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "PROMPTS", prompts)
         changes = {"cliprange": 0.3} if what == "settings (cliprange)" and processes.rank() else {}
@@ -542,13 +542,37 @@ def begun_with(folder, what):
 
 def test_processes_begin_with_the_same_and_one_of_them_reports(two, tmp_path):
     assert two(begun_with, tmp_path, "") == [(True, True), (False, False)]
-    for what in ("base", "data", "adapters", "settings (cliprange)"):
+    for what in ("base", "data", "adapters", "weights to train", "settings (cliprange)"):
         said = f"the processes do not begin with the same {what}. Give all machines the same settings, checkpoint, data"
         assert all(said in one for one in two(begun_with, tmp_path, what))
     for what in ("random state", "scores"):
         said, heard = two(begun_with, tmp_path, what)
         assert said.startswith(f"at update 1 the processes do not have the same {what}. Let all of them do what one")
         assert heard == f"process 0 of 2: SelfCheckError: {said}"
+
+
+def sums_of(folder):
+    """How many numbers are added up over the processes before a run begins, and whether the weights stay."""
+    ours, seen = trainer(folder, max_steps=1), []
+    trained = sum(p.numel() for p in ours.roles.trained_parameters)
+    whole = processes.sum_
+
+    def sum_(tensors):
+        tensors = list(tensors)
+        seen.append(sum(tensor.numel() for tensor in tensors))
+        whole(tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "sum_", sum_)
+        before = [p.detach().clone() for p in ours.roles.trained_parameters]
+        patch.setattr(ours, "_run", lambda *_: all(map(torch.equal, before, ours.roles.trained_parameters)))
+        return trained, ours.train(), seen
+
+
+def test_the_first_sum_is_before_the_work_and_as_large_as_one_of_gradients(two, tmp_path):
+    """NCCL takes memory of a card with it, which passes may have filled by the first optimizer step."""
+    for trained, unchanged, seen in two(sums_of, tmp_path):
+        assert seen == [trained] and unchanged
 
 
 def test_a_function_scores_once_and_its_error_reaches_all(two, tmp_path):

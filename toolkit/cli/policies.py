@@ -101,7 +101,7 @@ def chat(
 def evaluate(
     run: RunName, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), processes: Processes = 1
 ) -> None:
-    """Measure a trained policy, or the answers by Q, on its held-out prompts: score, KL, lengths, own metrics."""
+    """Measure a trained policy, or what Q-learning gave, on held-out prompts: score, KL, lengths, own metrics."""
     join(processes)
     from toolkit.inference import evaluate
     from toolkit.inference.saved_run import open_run
@@ -114,7 +114,7 @@ def judge(
     words: Annotated[
         list[str],
         typer.Argument(
-            help="Names of runs, or their folders, and keys for all.",
+            help="Names of runs, or their folders, and recipe keys that apply to all.",
             metavar="RUN... [KEY=VALUE]...",
             autocompletion=complete_run,
         ),

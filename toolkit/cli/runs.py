@@ -29,11 +29,13 @@ def list_runs(runs_dir: RunsDir = Path("runs")) -> None:
 @command("toolkit compare doubling more-kl")
 def compare(
     runs: Annotated[list[str], typer.Argument(help="Names of runs, or their folders.", autocompletion=complete_run)],
-    stage: Annotated[str | None, typer.Option(help="The last that all of them have begun, if not given.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Stage to compare; the last that all runs have begun if not given.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("comparison.html"),
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Write one HTML page about several runs: curves, figures, settings that differ, answers to equal prompts."""
+    """Write one HTML page about several runs: curves, figures, settings that differ, answers to the same prompts."""
     from toolkit.runs import comparison
 
     print(f"written: {comparison.compare(runs, output, runs_dir=runs_dir, stage=stage)}")

@@ -19,7 +19,7 @@ def _stage(stage: str, text: str, example: str) -> None:
         run: Run = None,
         runs_dir: RunsDir = Path("runs"),
         overwrite: Annotated[
-            bool, typer.Option("--overwrite", help="Repeat a finished stage; replace stages of other settings.")
+            bool, typer.Option("--overwrite", help="Repeat a finished stage; replace stages made with other settings.")
         ] = False,
         resume: Annotated[
             bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")

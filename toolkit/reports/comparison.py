@@ -1,4 +1,4 @@
-"""One page about several runs of a stage: curves over each other, figures, settings that differ, equal prompts."""
+"""One page about several runs of a stage: overlaid curves, figures, settings that differ, answers."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -86,4 +86,4 @@ def _samples(runs: Sequence[ComparedRun]) -> str:
     shown = f"The first {_MOST_PROMPTS} of {len(asked)} that all were asked. " if len(asked) > _MOST_PROMPTS else ""
     about = f'<p class="soft">{shown}A click on a name sorts.</p>'
     places = range(2, len(columns), 2)
-    return f"<h2>Answers to equal prompts</h2>{about}{table(columns, rows, numbers=places, sortable=True)}"
+    return f"<h2>Answers to the same prompts</h2>{about}{table(columns, rows, numbers=places, sortable=True)}"

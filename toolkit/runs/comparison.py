@@ -1,4 +1,4 @@
-"""Runs beside each other: what differs in their recipes, their figures and their answers to equal prompts."""
+"""Runs beside each other: what differs in their recipes, their figures and their answers to the same prompts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

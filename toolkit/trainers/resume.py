@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -34,6 +35,7 @@ from toolkit.trainers.same_run import (
     settings_of,
     tell_other_settings,
 )
+from toolkit.trainers.share import sum_like_gradients
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -195,7 +197,8 @@ class ResumableTrainer(BestOfSaved):
             check_undivided(self.accelerator)
             check_batch(self.args, len(self.train_dataset))
         with processes.agreed():
-            check_alike({**self._identity, "settings": self._settings}, self.roles)
+            check_alike({**self._identity, "settings": self._settings}, self.roles, trained=self._trained)
+            sum_like_gradients(self._trained)
         asked = resume_from_checkpoint
         at_work = self._saved_at is not None or self.state.global_step
         if asked in (None, False) and not (self._trains_on and at_work):
@@ -270,12 +273,15 @@ class ResumableTrainer(BestOfSaved):
         self._goes_on_from, self._saved_at = None, self.state.global_step
         return folder
 
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def _check_equal(self) -> None:
         """All of several processes hold the same weights, which they have moved by the same steps."""
         if processes.count() == 1:
             return
-        trained = tensors_digest(p for p in self.model.parameters() if p.requires_grad)
-        if len(set(processes.gather(trained))) > 1:
+        if len(set(processes.gather(tensors_digest(self._trained)))) > 1:
             wrong = f"after step {self.state.global_step} the processes do not hold the same weights any more."
             remedy = "Go on from the last checkpoint. Where it happens again, a callback changes one of them alone."
             with processes.agreed():  # told once

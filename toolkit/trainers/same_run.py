@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from toolkit import processes
@@ -102,11 +102,14 @@ def check_frozen(then: Mapping[str, str], now: Mapping[str, str]) -> None:
         raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
 
 
-def check_alike(identity: Mapping[str, Any], roles: SharedBase | None = None) -> None:
+def check_alike(
+    identity: Mapping[str, Any], roles: SharedBase | None = None, *, trained: Iterable[Tensor] = ()
+) -> None:
     """Nothing, if all of several processes, which may be on several machines, begin with the same base and data, and
-    the same adapters that are not trained, else a SelfCheckError."""
+    the same adapters, those that are trained and those that are not, else a SelfCheckError."""
     if processes.count() == 1:
         return
+    identity = {**identity, "weights to train": tensors_digest(trained)}
     if roles is not None:
         identity = {**identity, "adapters": frozen_digests(roles)}
     of_all = processes.gather(identity)

@@ -59,6 +59,13 @@ def sum_gradients(parameters: Iterable[nn.Parameter], scaler: torch.amp.GradScal
     processes.sum_([gradient for i in sorted(reached) if (gradient := parameters[i].grad) is not None])
 
 
+def sum_like_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """A sum of zeros as `sum_gradients` will make them. With its first sum NCCL takes memory of a card, which may lack
+    at an optimizer step, when passes have filled it; and what is wrong between machines shows before the work."""
+    if processes.count() > 1:
+        processes.sum_([torch.zeros_like(parameter) for parameter in parameters])
+
+
 _Part = tuple[float, dict[str, float]]
 """Of some rows of a micro-batch their weight in a mean, and TRL's metrics of them."""
 
