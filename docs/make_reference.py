@@ -102,7 +102,7 @@ def described(owner: type) -> dict[str, str]:
     for part in reversed(owner.__mro__):
         section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(part.__doc__ or ""), re.MULTILINE | re.DOTALL)
         entries = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", section.group(1) if section else "", re.M | re.S)
-        texts |= {name: _sentence(text) for name, text in entries}
+        texts |= {name: re.sub(r"\bNone\b", "null", _sentence(text)) for name, text in entries}  # as YAML says it
     return texts
 
 

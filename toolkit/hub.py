@@ -41,12 +41,12 @@ def silent_host() -> str:
             return ""
         if not host:
             shown = f"…{asked[asked.rindex('@') :]}" if "@" in asked else asked  # before it may stand a password
-            wrong = f"{shown!r} is no address, by which the hub could be asked for models and data."
-            raise ToolkitError(wrong, remedy="Mend HF_ENDPOINT, or the variable of the proxy.")
+            wrong = f"{shown!r} is not an address at which the hub (or its proxy) can be reached."
+            raise ToolkitError(wrong, remedy="Correct HF_ENDPOINT, or your proxy variable.")
         _silent[host, port] = not _answers(host, port)
         if _silent[host, port]:
             constants.HF_HUB_OFFLINE = datasets_config.HF_HUB_OFFLINE = True
-            phases.tell(f"{host} does not answer: of models and data by hub id, those in its cache are taken.")
+            phases.tell(f"{host} does not answer: models and data by hub id come from the local cache alone.")
     return host if _silent[host, port] else ""
 
 
@@ -64,8 +64,8 @@ def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = F
         return f"Let the hub's cache ({constants.HF_HOME}) be written and read, or set HF_HOME to a folder elsewhere."
     if constants.HF_HUB_OFFLINE:
         if of_data:  # offline, datasets looks for what it has made of files itself, and not for files
-            return f"{otherwise} The hub is offline: with a network hf download --repo-type dataset {name} gives them."
-        return f"{otherwise} The hub is offline: what its cache lacks is loaded with a network, by hf download {name}."
+            return f"{otherwise} Offline mode: with a network, hf download --repo-type dataset {name} gives them."
+        return f"{otherwise} Offline mode: with a network, hf download {name} gets what the cache lacks."
     return otherwise
 
 

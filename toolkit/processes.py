@@ -148,7 +148,7 @@ def _check_card() -> None:
         remedy = f"Set {_VISIBLE} to GPUs that nvidia-smi lists, or to nothing for the CPU."
         raise ToolkitError(f"{wrong}{named}.", remedy=remedy)
     if torch._C._cuda_getDeviceCount() > 1:
-        wrong = "CUDA was asked for its cards before the processes were told apart: all would take the first one."
+        wrong = "CUDA was initialised before each process had its own GPU: all would take the first one."
         raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else is imported.")
 
 
@@ -209,9 +209,9 @@ def _check_accelerate(environ: Mapping[str, str]) -> None:
     """Refuse what the settings of `accelerate launch` ask for in vain."""
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
-            wrong = f"accelerate is set to {name}, which divides a model's weights; here each process holds the whole "
+            wrong = f"accelerate is set to {name}, which shards a model's weights; here each process holds the whole "
             remedy = "Launch with --multi_gpu, or take a base that fits on one card."
-            raise ToolkitError(f"{wrong}base, whose 4-bit weights are not to be divided yet.", remedy=remedy)
+            raise ToolkitError(f"{wrong}base, whose 4-bit weights cannot be sharded yet.", remedy=remedy)
     if "ACCELERATE_USE_CPU" in environ and "MASTER_PORT" in environ and "WORLD_SIZE" not in environ:
         wrong = "accelerate launch starts one process on a CPU, whatever number it is given."
         raise ToolkitError(wrong, remedy="Take torchrun, or --multi_gpu, which needs no GPU.")

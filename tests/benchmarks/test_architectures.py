@@ -32,7 +32,7 @@ def test_a_wrong_one_is_found(spoilt, part, monkeypatch):
 
 def test_a_refusal_is_a_sentence_and_what_cannot_be_made_small_is_left_out():
     row = examine("phimoe")
-    assert row.refused.startswith("a PhimoeForCausalLM counts with its dropout or jitter") and not row.is_right
+    assert row.refused.startswith("a PhimoeForCausalLM applies its dropout or jitter") and not row.is_right
     row = examine("openai-gpt")
     assert row.is_right and row.apart.keys() == PARTS - {"gradients, checkpointing"}
     with pytest.raises(NotTiny, match="more than text"):

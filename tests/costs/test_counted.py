@@ -292,7 +292,7 @@ def test_cards_and_sizes():
     assert named("H100").name == "H100 SXM" and named("a100-80gb").name == "A100 80 GB"
     assert named("A100").name == named("A100-40").name == "A100 40 GB"
     for other in ("B300", "A11", "40", "9", "RTX"):  # no part of a name is a card
-        with pytest.raises(ToolkitError, match=rf"'{other}' is no card that is known, and no size of memory. Name"):
+        with pytest.raises(ToolkitError, match=rf"'{other}' is neither a known GPU nor a size of memory. Name"):
             named(other)
 
 

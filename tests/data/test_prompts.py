@@ -103,6 +103,10 @@ def test_columns_are_mapped_ours_first(tmp_path, chat_tokenizer):
         data = task_of(tmp_path, chat_tokenizer, rows, columns=columns).prompts("train")
         assert data["prompt"][0] == text
     assert data.column_names == ["input_ids", "prompt", "question", "talk", "tokens", "messages"]
+    (tmp_path / "lines.txt").write_text("9\n")  # which has no columns to be named
+    beside = {"columns": {"prompt": "question"}, "validation": str(tmp_path / "lines.txt")}
+    lines = task_of(tmp_path, chat_tokenizer, rows, **beside)
+    assert lines.prompts("test")["prompt"][0] == "_:9=x:"
     # What is mapped comes before a column that merely has one of our names.
     named = task_of(tmp_path, chat_tokenizer, [{"q": "1", "prompt": "2", "input_ids": [3]}], columns={"prompt": "q"})
     (row,) = named.prompts("train")
@@ -240,7 +244,7 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
         ({"prompt": [user("1"), {"role": "assistant", "content": "2"}]}, "its last turn is the assistant's"),
         ({"prompt": [{"role": "system", "content": "1"}]}, "messages without a turn of the user (roles: system)"),
         ({"prompt": [user("1"), {"role": "tool", "content": "2"}]}, "the chat template refuses it: no role tool"),
-        ({"prompt": "S_:1E小:"}, "a prompt that goes on after an end, as if it were in a chat template already (chat: "
+        ({"prompt": "S_:1E小:"}, "a prompt with an end of turn inside, as if in a chat template already (chat: "
                                 "false takes it so)"),
     ]  # fmt: skip
     task = task_of(tmp_path, chat_tokenizer, [row for row, _ in rows], max_prompt_length=20)

@@ -92,7 +92,7 @@ def test_so_is_a_text_with_a_part_of_its_prompt_elsewhere(tmp_path, tokenizer):
 def test_rewards_a_token_need_the_tokens(tmp_path, tokenizer):
     row = {"prompt_ids": [1], "response": "45", "rewards": [1, 2, 3]}
     for more in ({}, {"response_ids": None}):  # as Parquet has it
-        with pytest.raises(DataError, match=r"no row can be used \(1 × rewards a token for a response of text"):
+        with pytest.raises(DataError, match=r"no row can be used \(1 × rewards per token for a response given as text"):
             rated(tmp_path, tokenizer, [row | more]).rated("train")
 
 
@@ -146,7 +146,9 @@ def test_a_data_set_of_ones_own_is_checked():
     check_rated(Dataset.from_list([ROW]))
     with pytest.raises(DataError, match="row 1 of the rated responses: prompt and response need a token at least"):
         check_rated(Dataset.from_list([ROW, {**ROW, "response_ids": []}]))
-    with pytest.raises(DataError, match="row 1 of the rated responses: 1 rewards for 3 tokens; one a token is needed"):
+    with pytest.raises(
+        DataError, match="row 1 of the rated responses: 1 rewards for 3 tokens; one per token is needed"
+    ):
         check_rated(Dataset.from_list([ROW, {**ROW, "rewards": [1.0]}]))
     for odd in (float("nan"), float("-inf"), 1e39):
         with pytest.raises(DataError, match="^row 1 of the rated responses: a reward is .*finite numbers of 32 bits"):

@@ -128,9 +128,11 @@ def test_a_base_an_adapter_or_a_reward_that_has_changed_is_told_of(trained, tmp_
         assert [sentence.partition(":")[0] for sentence in told] == (others or [])
         asked = {**result, "changed": {"start.policy": "elsewhere"}}
         assert as_trained(run, asked)[0].get("not_as_trained") == (None if others == ["policy adapter"] else others)
+        asked = {**result, "changed": {"base.quantization": None}}  # of which the digest has other numbers
+        assert as_trained(run, asked)[0].get("not_as_trained") == (None if others == ["base"] else others)
     path.write_text("{")
     (told,) = as_trained(run, {**result, "changed": {"data.test_size": 9}})[1][-1:]
-    assert told.startswith("whether base, adapters and reward are those of then is not known: ")
+    assert told.startswith("whether base, adapters and reward are those of the training is not known: ")
     (tmp_path / "shorter_for_test.py").write_text(
         "def rule(rollout):\n    return [float(n) for n in rollout.lengths]\n"
     )
@@ -138,7 +140,7 @@ def test_a_base_an_adapter_or_a_reward_that_has_changed_is_told_of(trained, tmp_
     monkeypatch.delitem(sys.modules, "shorter_for_test")
     monkeypatch.syspath_prepend(tmp_path)
     done = command_here("eval", "chat", cwd=tmp_path)
-    assert "shorter_for_test.py: not as when the run was trained." in done.stdout
+    assert "shorter_for_test.py: changed since the run was trained." in done.stdout
     result = json.loads((tmp_path / "runs" / "chat" / "eval" / "result.json").read_text())
     assert result["not_as_trained"] == ["shorter_for_test.py"]
 

@@ -253,6 +253,11 @@ def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_pa
         prompts_of(recipe, (), path, 5)
 
 
+def test_a_setting_is_no_prompt(trained):
+    said = command_here("generate", "chat", "ppo.temperature=0.5", cwd=trained[0]).stderr
+    assert '"ppo.temperature=0.5" is a setting, and generate takes prompts. How responses are made is said by' in said
+
+
 @pytest.mark.parametrize("respond_to", [generate, partial(generate_best, num_samples=2)], ids=["one", "the best"])
 def test_prompts_are_not_written_over(respond_to, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("toolkit.runs.build.placed_roles", lambda *_, **__: pytest.fail("it was loaded"))
@@ -260,13 +265,15 @@ def test_prompts_are_not_written_over(respond_to, trained, tmp_path, monkeypatch
     file.write_text("5x2=\n")
     (tmp_path / "same.txt").symlink_to(file)
     for output in (file, tmp_path / "same.txt"):
-        with pytest.raises(ToolkitError, match="is the file of the prompts, which would be gone. Name another one"):
+        with pytest.raises(
+            ToolkitError, match="is the file of the prompts, which would be overwritten. Name another one"
+        ):
             respond_to(trained[1], file=file, output=output)
     assert file.read_text() == "5x2=\n"
     recipe = trained[1]
     for own in (recipe.folder / "recipe.yaml", recipe.stage_folder("ppo") / "metrics.jsonl"):
         before = own.read_text()
-        with pytest.raises(ToolkitError, match="is a file of the run .*, and would be gone"):
+        with pytest.raises(ToolkitError, match="is a file of the run .*, and would be overwritten"):
             respond_to(recipe, output=own)
         assert own.read_text() == before
 

@@ -69,10 +69,10 @@ def test_the_checkpoints_that_a_run_has_kept_are_judged_between_before_and_after
     assert len(found["checkpoints"]) == 2 and third == found["before"] and seventh != found["after"]
     assert seventh["judge"] == pytest.approx(-2 * seventh["score"]) and seventh["kl"] > third["kl"] == 0
     assert json.loads(page.with_suffix(".json").read_text())["chat"]["checkpoints"].keys() == {"3", "7"}
-    drawn = page.read_text().partition("chat: gain in standard errors over KL")[2].partition("</svg>")[0]
+    drawn = page.read_text().partition("chat: gain in standard errors vs. KL")[2].partition("</svg>")[0]
     assert drawn.count("<circle") == 2 * 4, drawn
     (ppo / "checkpoint-3" / "policy" / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="checkpoint-3: .*adapter_model.safetensors has 0 bytes.* Take it away"):
+    with pytest.raises(CheckpointError, match="checkpoint-3: .*adapter_model.safetensors has 0 bytes.* Delete it"):
         judge(["chat"], *words, output=page, runs_dir=tmp_path / "runs", checkpoints=True)
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("toolkit.inference.judge.measured", lambda *_: pytest.fail("it was loaded"))
     for names, overrides, wrong in (
-        ([], [], "to judge takes a run or more"),
+        ([], [], "judge needs at least one run"),
         (["chat"], [], 'judge: the run "chat" has no section judge. Give one: judge.kind=adapter'),
         (["nope"], ["judge.kind=adapter"], 'no run "nope"|start.judge'),
         (["chat"], ["judge.kind=adapter"], "start.judge — is missing"),
@@ -154,7 +154,7 @@ def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
     assert (tmp_path / "mine.json").read_text() == "mine" and not (tmp_path / "page.json").exists()
     report = recipe.stage_folder("ppo") / "report.html"
     had = report.read_text()
-    with pytest.raises(ToolkitError, match="report.html is a file of the run .*, and would be gone"):
+    with pytest.raises(ToolkitError, match="report.html is a file of the run .*, and would be overwritten"):
         judge(["chat"], "judge.kind=function", "judge.function=rule:rule", output=report)
     assert report.read_text() == had
 

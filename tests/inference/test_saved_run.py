@@ -22,7 +22,7 @@ from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, respond
 from toolkit.inference.saved_run import export_adapter, export_merged, open_run, policy_folder, trained_sampler
-from toolkit.models import load_base, merge_adapter
+from toolkit.models import frozen_digest, load_base, merge_adapter
 from toolkit.runs import stages
 
 
@@ -91,6 +91,27 @@ def test_responses_are_those_of_plain_peft(trained):
     rows = [{"input_ids": ids} for ids in prompts]
     assert tuple(respond(sampler, rows)) == policy != reference
     assert tuple(respond(sampler.reference, rows)) == reference
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+def test_another_base_than_that_of_the_training_is_told(bits, trained, tmp_path):
+    """As where one was exchanged in its place: an adapter fits on every base of its shape."""
+    there = shutil.copytree(trained[1].folder, tmp_path / "runs" / "chat")
+    path = there / "ppo" / "before.json"
+    kept, recipe = json.loads(path.read_text()), yaml.safe_load((there / "recipe.yaml").read_text())
+    if bits == 32:  # as a run without 4 bits has it
+        digest = frozen_digest(load_base(trained[1].base_path, dtype="float32"))
+        kept["made_with"] |= {"dtype": "float32", "base": digest}
+        path.write_text(json.dumps(kept))
+        recipe["base"] |= {"quantization": None, "dtype": "float32"}
+        (there / "recipe.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=True))
+    run = open_run("chat", runs_dir=tmp_path / "runs")
+    export_merged(run, tmp_path / "same")  # and warns of nothing
+    trained_sampler(run)
+    path.write_text(json.dumps({**kept, "made_with": {**kept["made_with"], "base": "another"}}))
+    for use in (trained_sampler, lambda run: export_merged(run, tmp_path / "merged")):
+        with pytest.warns(UserWarning, match="has other weights than the base that .*chat was trained on"):
+            use(run)
 
 
 def test_logits_in_the_run_s_own_precision_are_those_of_plain_peft(trained):

@@ -217,7 +217,7 @@ def test_bad_folders(tmp_path):
 
     three = save_role(shared_base(labels=3), "reward", tmp_path / "three", **SAVE)
     without_value = bare()
-    with pytest.raises(AdapterError, match="three.*a value is one number a token, and this head has 3 outputs"):
+    with pytest.raises(AdapterError, match="three.*a value is one number per token, and this head has 3 outputs"):
         load_role(without_value, "value", three)
     assert without_value.roles == ()
 
@@ -277,7 +277,7 @@ def test_bad_folders(tmp_path):
         state["base_model.model.score.weight"] = torch.zeros(1, 7)
         save_file(state, path)
 
-    with pytest.raises(AdapterError, match="the head reads 7 numbers a token and this base has 32"):
+    with pytest.raises(AdapterError, match="the head needs hidden size 7 and this base has 32"):
         load_role(bare(), "reward", broken("g", other_head))
 
     def other_modules(folder):
@@ -348,7 +348,7 @@ def test_a_pattern_that_tries_every_way_is_refused_in_time(monkeypatch):
     monkeypatch.setattr(module, "time_limit", partial(time_limit, 0.3))
     for field in ("target_modules", "exclude_modules"):
         arguments = {"target_modules": r".*_proj", field: r"(\w+\.?)+!"}
-        with pytest.raises(AdapterError, match=f"^{field}: the pattern .* comes to no end on the names"):
+        with pytest.raises(AdapterError, match=f"^{field}: the pattern .* takes too long on the names"):
             bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", r=4, **arguments))
 
 

@@ -128,7 +128,7 @@ def test_layers_beside_experts_that_peft_passes_over_are_told_once(kind, beside,
     told = [text for text in caplog.messages if "PEFT puts no adapter" in text]
     assert len(told) == bool(beside)
     if beside:
-        assert "and 5 others, linear layers called as the experts beside them" in told[0]
+        assert "and 5 others, linear layers named like the experts beside them" in told[0]
         names = told[0].partition("target_parameters: [")[2].rstrip("].").split(", ")
         parts = ("down_proj", "gate_proj", "up_proj")
         assert names == [f"{one}.{part}.weight" for one in beside for part in parts]

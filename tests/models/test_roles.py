@@ -257,7 +257,7 @@ def test_errors():
         fresh.add_role("policy", LoraConfig(target_modules=["xyz", "zyx"]))
     with pytest.raises(AdapterError, match="^Target modules .*_projj not found"):
         fresh.add_role("policy", LoraConfig(target_modules=".*_projj"))
-    with pytest.raises(AdapterError, match="a value is one number a token, and this head has 3 outputs"):
+    with pytest.raises(AdapterError, match="a value is one number per token, and this head has 3 outputs"):
         fresh.add_role("value", lora(), num_labels=3)
     assert fresh.roles == ()
     with pytest.raises(AdapterError, match='"reference" has no adapter of its own'):

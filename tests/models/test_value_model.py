@@ -178,7 +178,7 @@ def test_what_reads_both_ways_is_refused():
     with pytest.raises(ModelError, match="BertForSequenceClassification has no head `score`"):
         ValueModel(bert, None)
     bert.score = bert.classifier  # with one, it still sees what comes
-    with pytest.raises(ModelError, match="reads both ways"):
+    with pytest.raises(ModelError, match="is not causal"):
         ValueModel(bert, None)
 
 

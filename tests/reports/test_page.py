@@ -191,9 +191,9 @@ def test_each_axis_is_what_its_chart_says(tmp_path):
         return re.findall(r'class="dot (s\d)" cx="([\d.]+)" cy="([\d.]+)"', chart(title))
 
     places = [("s0", "46.0", "162.0"), ("s0", "117.0", "12.0"), ("s0", "330.0", "12.0")]
-    assert dots("score over KL, in the order of updates") == places
-    assert dots("each prompt's score, after over before") == places
-    assert dots("score over length")[0] == ("s0", "330.0", "62.0")  # 10 tokens and a score of 2
-    assert dots("calibration: observed over predicted P(right)")[3] == ("s0", "330.0", "162.0")  # 0.95, and not true
+    assert dots("score vs. KL, in the order of updates") == places
+    assert dots("each prompt's score, after vs. before") == places
+    assert dots("score vs. length")[0] == ("s0", "330.0", "62.0")  # 10 tokens and a score of 2
+    assert dots("calibration: observed vs. predicted P(right)")[3] == ("s0", "330.0", "162.0")  # 0.95, and not true
     assert re.findall(r'class="bar (s\d)" x="([\d.]+)"', chart("lengths")) == [("s0", "46.0"), ("s1", "318.2")]
     assert 'class="band s0"' in chart("score")

@@ -6,6 +6,7 @@ import py_compile
 import re
 import sys
 import threading
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -185,8 +186,8 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
     path.write_text("from base_rules import *\n")
     check_function(f"{path}:rule")  # what that has is known once it runs
     path.write_text("import no_such_module_here\n")
-    with pytest.raises(RewardError, match='no module "no_such_module_here", looked for in the environment'):
-        load_function(f"{path}:rule")
+    with pytest.raises(RewardError, match=r"rule.py cannot be loaded: .*'no_such_module_here' \(.*rule.py, line 1\)"):
+        load_function(f"{path}:rule")  # as of its other errors, by file and line
 
 
 def test_a_file_beside_the_recipe(tmp_path, monkeypatch):
@@ -261,6 +262,18 @@ def test_an_async_function_of_a_file_that_fails(tmp_path):
     check_function(f"{path}:judge")
     with pytest.raises(RewardError, match=r"the reward raised ZeroDivisionError: .*judge.py, line 5"):
         score_with(load_function(f"{path}:judge"), rollout(RESPONSES))
+
+
+def test_prompts_without_a_column_that_a_reward_reads_are_told(tmp_path):
+    """As where a run's reward scores the answers to other prompts."""
+    batch, path = replace(rollout(RESPONSES), columns={"topic": ["x"] * len(RESPONSES)}), tmp_path / "judge.py"
+    for read, said in (
+        ('rollout.columns["answer"]', r"Mend it there, or give prompts with a column \"answer\": these have topic\.$"),
+        ('{}["answer"]', r"Mend it there\.$"),
+    ):
+        path.write_text(f"def judge(rollout):\n    return {read}\n")
+        with pytest.raises(RewardError, match=rf"the reward raised KeyError: 'answer' \(.*judge.py, line 2\)\. {said}"):
+            score_with(load_function(f"{path}:judge"), batch)
 
 
 async def asks(batch):
@@ -375,7 +388,9 @@ def test_a_sum_less_the_spread_of_its_parts():
     torch.testing.assert_close(dense.scores, expected, **EXACT)
     assert [row.tolist() for row in dense.tokens] == [[0.5] * int(n) for n in LENGTHS]
 
-    with pytest.raises(RewardError, match="^spread_coef: would have no effect: a spread is of two parts with a weight"):
+    with pytest.raises(
+        RewardError, match="^spread_coef: would have no effect: a spread needs two or more parts with a weight"
+    ):
         WeightedSum({"a": parts["a"], "rule": parts["rule"]}, spread_coef=1.0)
     with pytest.raises(RewardError, match="^parts.c: its mean score is not known"):
         WeightedSum({"a": parts["a"], "c": Rated(None, given["b"])}, spread_coef=1.0)

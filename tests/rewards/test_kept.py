@@ -76,9 +76,7 @@ def test_the_process_is_as_it_was(what, kind, tmp_path, monkeypatch):
     if kind == "async" and what.startswith(of_threads):
         pytest.skip("a thread has its own, or none")
     before = process()
-    own = (
-        r"\. What it draws may so be the same at each call: give it a generator of its own" if "random" in what else ""
-    )
+    own = r"\. Its draws may then repeat at each call: give it a generator of its own" if "random" in what else ""
     with pytest.warns(UserWarning, match=f"^the reward changed {what}, which is the run's: it was put back{own}"):
         if kind == "file":
             monkeypatch.setattr("builtins.change_for_test", CHANGES[what], raising=False)

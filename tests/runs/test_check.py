@@ -131,7 +131,7 @@ def test_bits_that_are_not_bitsandbytes_are_said_or_refused_before_loading(check
         return chat_recipe(tmp_path, folder, "base.quantization=null", "base.dtype=bfloat16")
 
     recipe = recipe_of("gptq", bits=4)
-    report, said = check(recipe), "base.model — its weights are quantised by gptq, and counted as in bfloat16: as they"
+    report, said = check(recipe), "base.model — its weights are quantised by gptq, and counted as if in bfloat16: they"
     assert texts(report) == () and any(str(note).startswith(said) for note in report.notes)
     assert any(str(note).startswith(said) for note in plan(recipe, "4090").notes)
     monkeypatch.setattr(Mxfp4HfQuantizer, "validate_environment", lambda *_, **__: None)  # as with kernels for it
@@ -140,7 +140,7 @@ def test_bits_that_are_not_bitsandbytes_are_said_or_refused_before_loading(check
     with pytest.raises(ModelError, match=said):
         plan(recipe, "4090", notes=False)
     eight = {"model": str(checkpoint), "quantization": {"load_in_8bit": True}}
-    assert problems_of(tmp_path, checkpoint, base=eight)[0].startswith("base.quantization — a base in 8 bits")
+    assert problems_of(tmp_path, checkpoint, base=eight)[0].startswith("base.quantization — with a base in 8 bits")
 
 
 def test_pairs_on_a_checkpoint(checkpoint, tmp_path, capfd):
@@ -311,6 +311,11 @@ def test_a_reward_stage_that_nothing_needs(checkpoint, tmp_path):
     folder = saved_roles(checkpoint, tmp_path, "reward")
     report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}"))
     assert stage(report, "reward").state == "not needed for ppo" and stage(report, "ppo").state == "to be run"
+    assert report.notes == ()
+    asked = ("adapters.reward.r=16", "adapters.reward.lora_dropout=0.5")
+    (note,) = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}", *asked)).notes
+    taken = f"adapters.reward — the adapter in {folder / 'reward'} is taken as it is (r 16, there 4; lora_dropout 0.5, "
+    assert str(note).startswith(taken)
     elsewhere = {"reward_data": {"task": "preferences", "train": "nobody/pairs"}}  # and there is no hub
     report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}", **elsewhere))
     problem = 'reward_data.train — "nobody/pairs" is no file, and the hub did not give it'
@@ -511,7 +516,7 @@ def test_adapters_that_do_not_fit(checkpoint, tmp_path):
     state["base_model.model.score.weight"] = torch.zeros(1, 7)
     save_file(state, folder / "adapter_model.safetensors")
     found = problems_of(tmp_path, checkpoint, f"start.reward={folder}")
-    assert "the head reads 7 numbers a token and this base has 64" in found[0]
+    assert "the head needs hidden size 7 and this base has 64" in found[0]
     (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40)
     assert "adapter_model.safetensors is damaged" in problems_of(tmp_path, checkpoint, f"start.reward={folder}")[0]
 
@@ -628,15 +633,18 @@ def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path, checkpoint):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF\x03")
     (problem,) = texts(check(chat_recipe(tmp_path, gguf)))
-    assert "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none" in problem
+    assert "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is not read" in problem
     (problem,) = texts(check(chat_recipe(tmp_path, f"{checkpoint}/config.json")))
-    assert f"safetensors, and GGUF is none. Name its folder: {checkpoint}" in problem
+    assert f"safetensors, and GGUF is not read. Name its folder: {checkpoint}" in problem
     adapter = saved_roles(checkpoint, tmp_path / "run", "policy") / "policy"
     (problem,) = texts(check(chat_recipe(tmp_path, adapter)))
     assert f'"{adapter}" is a PEFT adapter and no whole model. Name the base that it was trained on here' in problem
     scorer = {"kind": "model", "model": str(adapter)}
     (problem, *_) = texts(check(chat_recipe(tmp_path, checkpoint, scorer=scorer, reward=None)))
-    assert problem.startswith("scorer.model — ") and "Merge it into its base, and name that; one on the base" in problem
+    assert (
+        problem.startswith("scorer.model — ")
+        and "Merge it into its base, and name that; for one on the shared base" in problem
+    )
 
 
 def test_problems_of_a_stage_s_own_data_name_its_section(tmp_path, checkpoint):
@@ -767,7 +775,7 @@ def test_a_stage_is_not_kept_off_a_card_that_has_the_base(checkpoint, tmp_path, 
     config = recipe.stage_config("ppo")
     monkeypatch.setattr(type(recipe), "stage_config", lambda *given: config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RecipeError, match=r"^ppo.use_cpu: true leaves the base on the GPU") as refused:
+    with pytest.raises(RecipeError, match=r"^ppo.use_cpu: true does not keep a run off the GPU") as refused:
         build.trainer_config(recipe, "ppo")
     assert refused.value.problems[0].field == "ppo.use_cpu"
 

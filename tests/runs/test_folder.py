@@ -174,6 +174,12 @@ def test_other_settings_are_refused_with_the_keys_and_the_ways_on(tmp_path, chec
         claim(other, "ppo", resume=True)
     assert there(recipe) == {"sft", "reward", "ppo"}
     assert (folder / "recipe.yaml").read_text() == recipe.to_yaml()
+    inside = chat_recipe(tmp_path, checkpoint, f"start.policy={folder}/ppo/policy", sft=FEW)
+    with pytest.raises(RecipeError, match=r"start.policy is not set there .* Name a new run \(.*\)\.$"):
+        claim(inside, "ppo")  # which overwriting would delete
+    with pytest.raises(RecipeError, match=r"start.policy: .*ppo/policy is in a stage that would be replaced. Name a"):
+        claim(inside, "ppo", overwrite=True)
+    assert there(recipe) == {"sft", "reward", "ppo"}
 
 
 def test_what_was_measured_of_a_policy_stays_where_q_values_are_trained_beside_it(tmp_path, checkpoint):
@@ -405,7 +411,7 @@ def test_what_stands_on_a_stage_that_is_not_taken_is_not_taken(tmp_path):
     finish(first, "sft", "reward")
     (first.stage_folder("sft") / "result.json").unlink()
     second = recipes.load("doubling", run="second", runs_dir=tmp_path)
-    with pytest.raises(RecipeError, match="reward is run anew: sft, on which it stands, is not finished here"):
+    with pytest.raises(RecipeError, match="reward is run anew: sft, which it needs, is not finished here"):
         take_over(second, "doubling", ["sft", "reward"])
     assert there(second) == set()
 
@@ -426,8 +432,8 @@ def test_what_cannot_be_taken_is_said(tmp_path, checkpoint):
     first = chat_recipe(tmp_path, checkpoint)
     second = chat_recipe(tmp_path, checkpoint, "reward.max_steps=9", name="second")
     for source, stage_names, message in (
-        ("nowhere", ["reward"], f'the run "nowhere" to begin with is not in {tmp_path}'),
-        ("second", ["reward"], 'the run "second" to begin with is this run itself'),
+        ("nowhere", ["reward"], f'the run "nowhere" to take from is not in {tmp_path}'),
+        ("second", ["reward"], 'the run "second" to take from is this run itself'),
         ("chat", [], 'no stage comes before this one. Leave from_run="name" out'),
         ("chat", ["reward"], "nothing can be taken .*: reward is run anew: reward.max_steps is 2 there and 9 here"),
     ):

@@ -37,7 +37,7 @@ PPO = {
         ),
         ({"start": {"judge": "x"}}, "start.judge — would have no effect: no judge reads an adapter. Add judge.kind"),
         ({"judge": RULE, "ppo": None}, "judge — would have no effect: there is no section ppo or q."),
-        ({"judge": {"kind": "model"}}, "judge.model — is needed of a judge (a folder or hub id)."),
+        ({"judge": {"kind": "model"}}, "judge.model — is needed for a judge (a folder or hub id)."),
         ({"judge": {"kind": "modl"}}, "judge.kind — 'adapter' or 'function'"),
         ({"judge": {**RULE, "weight": 2}}, "judge.weight — kind: function has no such field."),
         ({"judge": 3}, "judge — a section with keys is needed, got 3."),
@@ -110,7 +110,7 @@ def test_a_run_is_measured_by_a_judge_and_not_trained_on_it(tmp_path, checkpoint
     assert sum(row["after_judge"] for row in samples) / len(samples) == pytest.approx(
         result["after"]["judge"], abs=1e-3
     )
-    assert "gain in standard errors over KL" in (folder / "report.html").read_text()
+    assert "gain in standard errors vs. KL" in (folder / "report.html").read_text()
     assert not (folder / "judge").exists()
     best = int(state["best_model_checkpoint"].rsplit("-")[-1])
     assert ("ended" in result) is (best < 3) and (best == 3 or f"are those of step {best} of 3" in result["ended"])

@@ -317,7 +317,7 @@ def test_runs_beside_each_other(runs, tmp_path):
 def test_what_cannot_be_compared(runs, tmp_path):
     for names, wanted, wrong in (
         (["a", "nope"], None, 'no run "nope"'),
-        (["a", "a"], None, "two runs or more"),
+        (["a", "a"], None, "at least two runs"),
         (["a", "c"], None, "no stage in common"),
         (["a", "b"], "reward", "not all of these runs have a reward stage"),
     ):

@@ -159,6 +159,17 @@ def test_a_recipe_with_graphs_is_planned_with_them(checkpoint, tmp_path):
     assert torch.cuda.is_available() or on_cpu.times[1].graphs is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU, whose rates are measured")
+def test_rates_that_were_measured_beside_other_work_are_told(checkpoint, tmp_path, monkeypatch):
+    def told(load, gpu=None):
+        monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
+        monkeypatch.setattr("psutil.cpu_count", lambda: 4)
+        return [note.text() for note in plan(chat_recipe(tmp_path, checkpoint), gpu).notes if "busy" in note.text()]
+
+    assert told(2.0) == [] == told(9.0, "4090")
+    assert told(3.5)[0].startswith("this machine is busy (load 3.5 on 4 cores): the rates measured now vary")
+
+
 def test_responses_that_were_cut_are_read_by_the_value_role_once_more(checkpoint, tmp_path):
     def read(*given):
         recipe = chat_recipe(tmp_path, checkpoint, *given)
@@ -443,7 +454,7 @@ def test_what_no_key_makes_fit_needs_another_card(checkpoint, tmp_path):
 def test_what_is_not_planned_says_so(checkpoint, tmp_path):
     with pytest.raises(RecipeError, match='no section "ppo"'):
         plan(recipes.load("doubling_q"))
-    with pytest.raises(ToolkitError, match="no card that is known"):
+    with pytest.raises(ToolkitError, match="neither a known GPU"):
         plan(chat_recipe(tmp_path, checkpoint), "toaster")
 
 

@@ -185,7 +185,7 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
         patched.setattr(collect, "frozen_digests", lambda _: frozen)
         collect.collect(recipe, path)
     begun.write_text(noted.replace('"reward": {}', '"reward": {"rule.py": "0"}'))
-    with monkeypatch.context() as patched, pytest.warns(UserWarning, match=r"with another content of rule.py"):
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match=r"with another version of rule.py"):
         patched.setattr("toolkit.trainers.same_run.code_digests", lambda _: {"rule.py": "1"})
         assert collect.collect(recipe, path)["responses"] == 30
     assert path.read_bytes() == whole and not partial.exists() and not begun.exists()

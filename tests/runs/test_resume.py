@@ -57,7 +57,7 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys, monke
         RecipeError, match=r"ppo stage that was not finished, saved up to step 2.*resume=True.*overwrite=True"
     ):
         stages.run(recipe, "ppo")
-    with pytest.raises(RecipeError, match="are two ways on. Give overwrite=True or resume=True"):
+    with pytest.raises(RecipeError, match="exclude each other. Give overwrite=True or resume=True"):
         stages.run(recipe, "ppo", overwrite=True, resume=True)
     with pytest.raises(RecipeError, match=r"has not finished. Run that stage of .*recipe.yaml again with resume=True"):
         open_run(recipe.run, runs_dir=recipe.runs_dir)

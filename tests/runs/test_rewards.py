@@ -110,23 +110,23 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         ),
         (
             {"kind": "sum", "parts": {"a": {}, "b": RULE, "c": {"adapter": "x", "weight": 0}}, "spread_coef": 1.0},
-            "scorer.spread_coef — would have no effect: a spread is of two parts with a weight that were trained on",
+            "scorer.spread_coef — would have no effect: a spread needs two or more parts with a weight that were",
         ),
         (
             {"kind": "sum", "parts": {"a": {}, "b": {"kind": "model", "model": "x"}}, "spread_coef": 1.0},
-            "scorer.parts.b — its mean score is not known, from which a spread is measured: rewards of pairs differ in",
+            "scorer.parts.b — its mean score is not known, and the spread needs it: rewards trained on pairs",
         ),
         (
             {"kind": "sum", "parts": {"a": {}, "b": {"adapter": "x", "class_column": "c"}}, "spread_coef": 1.0},
-            "scorer.spread_coef — would have no effect: a spread is of two parts with a weight that were trained on",
+            "scorer.spread_coef — would have no effect: a spread needs two or more parts with a weight that were",
         ),
         (
             {"kind": "sum", "parts": {"a": {}, "b": {"adapter": "x"}, "c": {"adapter": ""}}, "spread_coef": 1.0},
-            "scorer.parts.c — is the reward that scorer.parts.a is, so that the two have no spread. Name another.",
+            "scorer.parts.c — is the same reward as scorer.parts.a, so that the two have no spread. Name another.",
         ),
         (
             {"kind": "sum", "parts": {"a": {"adapter": "x/"}, "b": {"adapter": f"{Path.cwd()}/x"}}, "spread_coef": 0.0},
-            "scorer.parts.b — is the reward that scorer.parts.a is",
+            "scorer.parts.b — is the same reward as scorer.parts.a",
         ),
         (
             {"kind": "sum", "parts": {"a": {"kind": "adaptor", "adapter": "x"}, "b": {}}},
@@ -147,7 +147,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         ),
         (
             {"kind": "adapter", "adapter": "x"},
-            "scorer.adapter — is of the parts of a sum, which can name more than one. That of a scorer alone is "
+            "scorer.adapter — is for parts of a sum, which can name more than one; a scorer alone has "
             "start.reward. Write start.reward in its place.",
         ),
         ({"kind": "sum", "parts": {"a": "x"}}, "scorer.parts.a — a section with keys is needed, got 'x'."),
@@ -304,7 +304,7 @@ def test_text_with_the_template_of_the_base_is_not_given_to_another_model(checkp
     assert text_for("prompt", "plain", prompt_column="plain") == "plain"
     assert text_for(reads="response") is text_for(reads="tokens") is None
     with pytest.raises(
-        RewardError, match="^prompt_column: the column prompt has the chat template of the base around it, and another"
+        RewardError, match="^prompt_column: the column prompt is already in the base's chat template, and this"
     ):
         text_for("prompt")
     with pytest.raises(RewardError, match="^prompt_column: the prompts have no column messages or prompt; present"):
@@ -616,7 +616,7 @@ def test_prompts_of_token_ids_have_no_text_for_another_model(classifiers):
     )
     scorer = scorer_of({"kind": "model", "model": str(classifiers / "one")})
     (problem,) = scorer.check(context)
-    assert problem.field == "prompt_column" and "has the chat template of the base around it" in problem.wrong
+    assert problem.field == "prompt_column" and "already in the base's chat template" in problem.wrong
     assert scorer.check(replace(context, chats=False)) == []
 
 

@@ -529,7 +529,7 @@ def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):
     assert 0 < cut < 8
     expected = {"cut": cut, "without_loss": sum(not labels for labels in kept)}
     assert expected["without_loss"] > 0 and result["cut"] == {"train": expected, "validation": expected}
-    said = f"train: {cut} of 8 rows are cut to sft.max_length (30); {expected['without_loss']} of them lose all that"
+    said = f"train: {cut} of 8 rows are cut to sft.max_length (30); {expected['without_loss']} of them lose all tokens"
     assert said in capsys.readouterr().out
     stages.run(recipe, "reward")
     rows = [json.loads(line) for line in (recipe.stage_folder("reward") / "rows.jsonl").read_text().splitlines()]

@@ -134,8 +134,8 @@ def test_three_mistakes_one_error(tmp_path):
             {"ppo": {"neftune_noise_alpha": 1.0}},
             "ppo.neftune_noise_alpha — would have no effect: the toolkit's PPO loop",
         ),
-        ({"sft": {"fsdp": "full_shard"}}, "sft.fsdp — divides a model's weights among processes, and here each holds"),
-        ({"ppo": {"deepspeed": "z.json"}}, "ppo.deepspeed — divides a model's weights among processes"),
+        ({"sft": {"fsdp": "full_shard"}}, "sft.fsdp — shards a model's weights across processes, and here each holds"),
+        ({"ppo": {"deepspeed": "z.json"}}, "ppo.deepspeed — shards a model's weights across processes"),
         ({"ppo": {"output_dir": "x"}}, 'ppo.output_dir — the run folder decides it. Name the run with run="name".'),
         ({"ppo": {"seed": 1}}, "ppo.seed — the recipe's own seed is for all stages."),
         (
@@ -253,7 +253,7 @@ def test_three_mistakes_one_error(tmp_path):
         ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),
         ({"data": {"task": "prompts"}}, "data.train — is missing: task prompts needs it."),
         ({"": 1}, "'' — no such section."),
-        ({"output_dir": "x"}, "output_dir — no such section. It is none of a recipe: the run folder decides it. Name"),
+        ({"output_dir": "x"}, "output_dir — no such section. It is not a recipe key: the run folder decides it. Name"),
         ({"tokenizer": "x"}, "tokenizer — no such section."),
         ({"batch_size": 1}, "batch_size — no such section. It is a key of collect, scorer: write collect.batch_size."),
         ({"reward": {"max_steps": 1, "bf16": True, "fp16": True}}, "reward — At most one of fp16 and bf16"),
@@ -271,7 +271,7 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         (
             {"ppo": {"top_p": 0.9}},
-            "ppo.top_p — is refused: the tokens that it keeps are those of the policy which samples",
+            "ppo.top_p — is refused: it keeps tokens by the policy that samples",
         ),
         ({"ppo": {"top_k": 50}}, "Lower ppo.temperature instead"),
         ({"ppo": {"min_p": 0.1, "loop": "trl"}}, "ppo.min_p — is refused"),
@@ -569,7 +569,7 @@ def test_a_name_of_a_run_is_one_folder_among_all_runs(name, tmp_path):
         recipes.load("doubling", run=name, runs_dir=tmp_path)
     with pytest.raises(RecipeError, match="^3 is no name of a run"):  # as of `for seed …: run=seed`
         recipes.load("doubling", run=3, runs_dir=tmp_path)
-    with pytest.raises(RecipeError, match="to begin with is not in "):
+    with pytest.raises(RecipeError, match="to take from is not in "):
         take_over(recipes.load("doubling", runs_dir=tmp_path / "runs"), name, ["sft"])
 
 

@@ -131,8 +131,8 @@ def test_a_schedule_that_goes_by_a_metric_knows_which_way_is_better(schedule):
 @pytest.mark.parametrize("stage", ["sft", "reward", "q"])
 def test_what_transformers_would_do_to_what_trains_is_refused(stage):
     for name, reason in {
-        "push_to_hub": "transformers uploads no weights that are in folders by role",
-        "bf16_full_eval": "an evaluation is in the precision of training",
+        "push_to_hub": "transformers cannot upload a folder of weights per role",
+        "bf16_full_eval": "evaluation has the precision of training",
     }.items():
         (problem,) = check_stage(stage, {name: True})
         assert problem.text().startswith(f"{stage}.{name} — would have no effect: {reason}")
@@ -188,7 +188,7 @@ def test_an_optimizer_without_what_the_value_role_names():
         ),
         ({"ppo": BEST}, "ppo.metric_for_best_model — 'loss' is nothing that is measured"),  # transformers' default
         ({"ppo": {**BEST, "metric_for_best_model": "exact_mach"}}, "Did you mean exact_match?"),
-        ({"ppo": {**BEST, "metric_for_best_model": "judge"}}, "Name one in the section judge, which one that Python"),
+        ({"ppo": {**BEST, "metric_for_best_model": "judge"}}, "Add a section judge; a judge given in Python then"),
         (
             {"reward": {**BEST, "metric_for_best_model": "accuracy"}, "reward_head": {"num_labels": 3}},
             "reward.metric_for_best_model — 'accuracy' is nothing that is measured",
@@ -250,9 +250,12 @@ def test_an_optimizer_without_what_the_value_role_names():
             {"reward": {"disable_dropout": True}, "reward_head": {"num_labels": 3}},
             "reward.disable_dropout — would have no effect: it is of pairs, and reward_head.num_labels says classes.",
         ),
-        ({"q": {"torch_compile": True}}, "q.torch_compile — would have no effect: several roles read in a step"),
-        ({"q": {"use_liger_kernel": True}}, "q.use_liger_kernel — would have no effect: several roles read in a step"),
-        ({"reward": {"use_liger_kernel": True}}, "reward.use_liger_kernel — would have no effect: its kernels are put"),
+        ({"q": {"torch_compile": True}}, "q.torch_compile — would have no effect: a step runs several roles"),
+        ({"q": {"use_liger_kernel": True}}, "q.use_liger_kernel — would have no effect: a step runs several roles"),
+        (
+            {"reward": {"use_liger_kernel": True}},
+            "reward.use_liger_kernel — would have no effect: its kernels patch a whole",
+        ),
         (
             {"reward": {"gradient_checkpointing_kwargs": {"use_reentrant": True}}},
             "reward.gradient_checkpointing_kwargs — use_reentrant: true would have no effect",

@@ -36,7 +36,7 @@ def test_trls_dead_fields_are_refused_each_with_a_reason():
     assert {p.field: p.wrong for p in check_stage("ppo", values)} == {
         "ppo.sft_model_path": "would have no effect: the base is base.model.",
         "ppo.batch_size": "would have no effect: a batch is per_device_train_batch_size × gradient_accumulation_steps.",
-        "ppo.push_to_hub": "would have no effect: transformers uploads no weights that are in folders by role; upload "
+        "ppo.push_to_hub": "would have no effect: transformers cannot upload a folder of weights per role; upload "
         "what toolkit export writes.",
         "ppo.include_for_metrics": "would have no effect: the toolkit's PPO loop does not read it.",
     }

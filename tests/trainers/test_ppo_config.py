@@ -9,8 +9,7 @@ from toolkit.functional import KL_ESTIMATORS
 from toolkit.trainers.ppo_config import PPOConfig
 
 TOGETHER = (
-    "min_response_length — 2 or more, and one of short_response_penalty and drop_short_responses, have an effect "
-    "together only."
+    "min_response_length — a value above 1 and one of short_response_penalty and drop_short_responses need each other."
 )
 
 
@@ -51,8 +50,8 @@ def test_the_words_are_those_of_the_maths():
                 "lr_scheduler_type": "cosine_with_min_lr",
                 "lr_scheduler_kwargs": {"min_lr": 1e-6},
             },
-            "lr_scheduler_kwargs — min_lr is where the policy's learning rate ends, and value_learning_rate at another "
-            "one. Take min_lr_rate, a share of each, with cosine_with_min_lr, or leave value_learning_rate out.",
+            "lr_scheduler_kwargs — min_lr is the policy's final learning rate, and value_learning_rate would end at "
+            "another. Take min_lr_rate, a share of each, with cosine_with_min_lr, or leave value_learning_rate out.",
         ),
         (
             {"update_kl_limit": 0.1, "num_ppo_epochs": 1, "num_mini_batches": 1},

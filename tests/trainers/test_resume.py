@@ -169,7 +169,7 @@ def test_a_course_that_was_begun_by_mistake_takes_no_line_of_the_one_that_goes_o
 def test_a_cell_that_is_run_again_without_checkpoints_logs_the_last_course(tmp_path):
     made = make(sft_policy, tmp_path, max_steps=2, save_strategy="no")
     made.train()
-    with pytest.warns(UserWarning, match=r"anew\. Only steps and schedule do: this trainer has 2 steps behind it"):
+    with pytest.warns(UserWarning, match=r"anew\. Only the step count and schedule restart: this trainer has 2"):
         made.train()
     assert [row["step"] for row in metrics(tmp_path) if "train_loss" not in row] == [2]
 
@@ -196,7 +196,9 @@ def test_the_best_of_a_course_that_was_left_is_not_what_another_saved_under_its_
     made._find_best()
     assert made.state.best_model_checkpoint == best
     made.state.log_history = left.state.log_history
-    with pytest.warns(UserWarning, match="checkpoint-2, by name the best so far, is skipped: it is of another course"):
+    with pytest.warns(
+        UserWarning, match="checkpoint-2, by name the best so far, is skipped: another course of training wrote it"
+    ):
         made._find_best()
     assert made.state.best_model_checkpoint is None
 
@@ -692,7 +694,7 @@ def test_a_reward_whose_file_has_changed_is_told_of(role, tmp_path):
     first = made(body.format(1.0))
     first.args.max_steps = first.total_updates = 2
     first.train()
-    with pytest.warns(UserWarning, match="checkpoint-1 was written with another content of own.py"):
+    with pytest.warns(UserWarning, match="checkpoint-1 was written with another version of own.py"):
         made(body.format(2.0)).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
     with warnings.catch_warnings(record=True) as told:
         made(body.format(2.0)).train(resume_from_checkpoint=True)
@@ -1179,7 +1181,7 @@ def test_weights_that_were_not_saved_are_not_gone_on_with_as_the_best(tmp_path):
     made.metrics = lambda rollout: {"mine": -made.state.global_step}
     made.add_callback(Stops())
     made.train()
-    with pytest.raises(CheckpointError, match="those of update 2 were not saved, and those of the best checkpoint"):
+    with pytest.raises(CheckpointError, match="the weights of update 2 were not saved, and those of the best"):
         made.train()
 
 

@@ -89,7 +89,7 @@ def test_another_precision_is_gone_on_with_and_said(tmp_path):
 )
 def test_a_setting_that_would_be_replaced_is_refused(stage, change, said, tmp_path):
     make(stage, tmp_path, max_steps=1).train()
-    with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run with .*{said}: all of a run has one"):
+    with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run with .*{said}: it cannot change within a run"):
         make(stage, tmp_path, max_steps=2, **change).train(resume_from_checkpoint=True)
 
 

@@ -46,7 +46,7 @@ def test_graphs_that_play_back_another_pass_are_noticed(monkeypatch):
             return own(recorded, **inputs)
 
         monkeypatch.setattr(RecordedPass, "__call__", of_the_first)
-        with pytest.raises(ConfigError, match="generation: tokens that a graph of this base gives"):
+        with pytest.raises(ConfigError, match="generation: a CUDA graph of this base samples"):
             self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0, graphs=True)
 
 

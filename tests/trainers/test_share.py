@@ -547,7 +547,7 @@ def test_processes_begin_with_the_same_and_one_of_them_reports(two, tmp_path):
         assert all(said in one for one in two(begun_with, tmp_path, what))
     for what in ("random state", "scores"):
         said, heard = two(begun_with, tmp_path, what)
-        assert said.startswith(f"at update 1 the processes do not have the same {what}. Let all of them do what one")
+        assert said.startswith(f"at update 1 the processes do not have the same {what}. Let all processes do what one")
         assert heard == f"process 0 of 2: SelfCheckError: {said}"
 
 

@@ -1,6 +1,7 @@
 """What a trained policy is used for."""
 
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from toolkit.errors import RecipeError
 MaxNewTokens = Annotated[
     int | None, typer.Option(help="Most tokens of an answer; the recipe's response_length if not given.", min=1)
 ]
+_SETTING = re.compile(r"(base|adapters|\w*data|scorer|judge|start|sft|reward\w*|ppo|collect|q|value_\w+)(\.\w+)+=")
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**32 - 1)]
 
 
@@ -50,6 +52,10 @@ def generate(
     processes: Processes = 1,
 ) -> None:
     """Answer prompts with a trained policy: those given, those of a file, or the first held-out ones."""
+    for text in prompts or ():
+        if _SETTING.match(text):
+            wrong = f'"{text}" is a setting, and generate takes prompts.'
+            raise RecipeError(wrong, remedy="How responses are made is said by options (--help).")
     join(processes)
     from toolkit.inference import generate
     from toolkit.inference.saved_run import open_run

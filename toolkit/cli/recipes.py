@@ -41,7 +41,7 @@ def plan(
     recipe: RecipeName = "doubling",
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A card, as H100 or 4090, or its memory, as 24GB; this machine if not given.")
+        str | None, typer.Option(help="A GPU, e.g. H100 or 4090, or its memory, e.g. 24GB; this machine if not given.")
     ] = None,
     run: Run = None,
     runs_dir: RunsDir = Path("runs"),

@@ -171,7 +171,7 @@ def named(text: str) -> Device | int:
     found = [card for name, card in CARDS.items() if asked in {*_names_of(name), _bare(card.name)}]
     if not found:
         remedy = f"Name one of {', '.join(CARDS)}, or its memory as 24GB."
-        raise ToolkitError(f"{text[:60]!r} is no card that is known, and no size of memory.", remedy=remedy)
+        raise ToolkitError(f"{text[:60]!r} is neither a known GPU nor a size of memory.", remedy=remedy)
     return found[0]
 
 

@@ -77,7 +77,7 @@ class PromptEncoder:
         others = [message["content"] for message in messages or () if message["role"] != "assistant"]
         ends = [end for end in (self.tokenizer.eos_token, self._template.behind_question if others else "") if end]
         if self.chat and any(end in text for end in ends for text in others):
-            why = "a prompt that goes on after an end, as if it were in a chat template already"
+            why = "a prompt with an end of turn inside, as if in a chat template already"
             raise Unusable(f"{why} (chat: false takes it so)")
         written = self._template.asking if self.chat else dialogue_prompt
         text = str(prompt) if messages is None else written(messages)

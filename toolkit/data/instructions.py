@@ -131,7 +131,7 @@ class Instructions(Task):
 
     Args:
         tokenizer: with a chat template.
-        system: a system message before each prompt; None gives none, and "" an empty one, which keeps a template's
+        system: a system message before each prompt. None adds none; "" adds an empty one, which keeps a template's
             own default system message away.
         seed: draws questions and rules.
         train_size: prompts to train on.

@@ -50,9 +50,9 @@ class Preferences(SplitTask):
         parts: how many of the training pairs each of the stages `sft`, `reward` and `ppo` gets: disjoint, pairs with
             the same prompt together, drawn with `seed`. A stage that is not named gets what is left over. None gives
             every stage all pairs.
-        made_pairs: the reward trains on another pair beside each of the training pairs, of these kinds in turn, in
-            which the chosen response is better than one that a program makes: that to another prompt (`other_prompt`;
-            Liu et al. 2024, arXiv 2409.13156), or up to four fifths of itself, ended there (`cut`). None makes none.
+        made_pairs: for each training pair the reward also trains on a made one, of these kinds in turn: the chosen
+            response is better than that to another prompt (`other_prompt`; Liu et al. 2024, arXiv 2409.13156), or than
+            up to four fifths of itself, ended there (`cut`). None makes none.
         columns: the source's names of the columns `prompt`, `chosen`, `rejected` and `margin`, where they are others.
     """
 

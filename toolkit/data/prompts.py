@@ -42,7 +42,8 @@ class Prompts(SplitTask):
             conversation. False takes it as it is, with the special tokens that the tokenizer adds and, after a
             dialogue, the `Assistant:` that asks for the response.
         columns: where the prompt is, if the source has other names: `prompt`, `messages` or `input_ids` to the
-            source's column. Columns that it does not name are then no prompts.
+            source's column. Columns that it does not name are then no prompts, but for a source's only one, `prompt`,
+            as of the lines of a text file.
         on_long: whether a prompt over its limit is left out, or cut: its last tokens stay.
         max_prompt_length: tokens of a prompt; longer ones are left out.
     """
@@ -58,7 +59,8 @@ class Prompts(SplitTask):
     may_be_plain: ClassVar[bool] = True
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-        return self._encode_prompt(place, row, first, self.columns)
+        # The lines of a text file have no name by which the columns of another file could be meant.
+        return self._encode_prompt(place, row, first, None if first.keys() == {"prompt"} else self.columns)
 
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         part = super()._read(split, source, limit)
@@ -104,8 +106,8 @@ class Prompts(SplitTask):
 class Demonstrations(SplitTask):
     """Responses to imitate, for the sft stage.
 
-    A row is `messages` that end with the assistant's, or `prompt` with `completion`, which may repeat it, or `text`. Of
-    the first two the last response alone is part of the loss, of a text all.
+    A row is `messages` that end with the assistant's, or `prompt` with `completion`, which may repeat it, or `text`.
+    With the first two only the last response counts in the loss, with `text` all of it.
 
     Args:
         on_long: no row is over a limit here, so that cut is refused: the sft stage cuts rows by its max_length.

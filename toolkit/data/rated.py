@@ -95,7 +95,7 @@ def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]
     if not isinstance(value, list):
         value = [None] * (length - 1) + [value]
     elif row.get("response_ids") is None:
-        raise Unusable("rewards a token for a response of text, whose tokens are not given")
+        raise Unusable("rewards per token for a response given as text, not as tokens")
     if len(value) != length:
         raise Unusable("rewards that are not as many as response_ids")
     if not {int, float, type(None)}.issuperset(map(type, value)):
@@ -115,7 +115,7 @@ def check_rated(dataset: Dataset) -> None:
         if not row["prompt_ids"] or not tokens:
             raise DataError(f"{place}: prompt and response need a token at least.")
         if len(row["rewards"]) != tokens:
-            wrong = f"{place}: {len(row['rewards'])} rewards for {tokens} tokens; one a token is needed"
+            wrong = f"{place}: {len(row['rewards'])} rewards for {tokens} tokens; one per token is needed"
             raise DataError(f"{wrong}, None where none is given.")
         if odd := [x for x in row["rewards"] if x is not None and not abs(x) <= _LARGEST]:
             raise DataError(f"{place}: a reward is {odd[0]}; finite numbers of 32 bits are needed, or None.")

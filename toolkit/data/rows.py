@@ -159,7 +159,7 @@ def check_columns(columns: Mapping[str, Any] | None, known: Sequence[str]) -> No
     for ours, theirs in (columns or {}).items():
         if ours not in known:
             hint = did_you_mean(ours, known) or f"The names are {', '.join(known)}."
-            remedy = f"{hint} The file's own name comes after it."
+            remedy = f"{hint} The file's own name is the value."
             raise DataError(f'the task has no column "{ours}".', field="columns", remedy=remedy)
         if not isinstance(theirs, str):
             raise DataError(f"the name of a column is needed, got {theirs!r}.", field=f"columns.{ours}")

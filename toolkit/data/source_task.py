@@ -49,12 +49,12 @@ class SourceTask(Task):
         tokenizer: with a chat template, unless `chat` is off.
         train: file, folder or hub id, as `toolkit.data.sources` reads them; or several, read one after the other.
         subset: `data_dir` of a hub id, for example "harmless-base".
-        name: of a hub id's configuration, where it has several: "main" for openai/gsm8k.
+        name: configuration of a hub id that has several: "main" for openai/gsm8k.
         chat: a conversation is written in the tokenizer's chat template, and a prompt that is text becomes a message of
             the user. False writes conversations in hh-rlhf's own form and takes text as it is, with the special tokens
             that the tokenizer adds.
-        system: a system message before each prompt that has none; None gives none, and "" an empty one, which keeps
-            a template's own default system message away.
+        system: a system message before each prompt that has none. None adds none; "" adds an empty one, which keeps a
+            template's own default system message away.
         on_long: whether a prompt or response over its limit is left out, or cut: of a prompt the last tokens stay, of
             a response the first.
         max_train_rows: at most so many rows for training, the first that can be used. None takes all.

@@ -76,16 +76,18 @@ def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, 
     try:
         then = (read_json(recipe.stage_folder(stage) / BEFORE_FILE) or {}).get("made_with")
     except ToolkitError as error:
-        return found, [*told, f"whether base, adapters and reward are those of then is not known: {error}"]
+        return found, [*told, f"whether base, adapters and reward are those of the training is not known: {error}"]
     changed = evaluated.get("changed", {})
     given = {source.role for source in recipe.plan.stages[stage].roles if source.key in changed}
     given |= {key.removeprefix("start.") for key in changed if key.startswith("start.")}
     of_given = {f"{role} adapter" for role in given}
     of_given |= {_LEVELS_OF[kind] for role in given if (kind := scores_for(role))}
+    if any(key.startswith("base.quantization") for key in changed):  # digests are of what is not quantised
+        of_given.add("base")
     others = [] if then is None else other_than(then, evaluated["made_with"])
     if others := [other for other in others if other not in of_given]:
         found["not_as_trained"] = others
-        told.append(f"{', '.join(others)}: not as when the run was trained. Before and after are of what is here now.")
+        told.append(f"{', '.join(others)}: changed since the run was trained. Before and after are of what is here.")
     return found, told
 
 

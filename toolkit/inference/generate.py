@@ -86,7 +86,7 @@ def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> Non
     """Raises ToolkitError: it cannot be written, or is the file that is read, or one of the run."""
     check_output(output, [recipe.folder])
     if output is not None and file is not None and output.exists() and file.exists() and output.samefile(file):
-        wrong = f"{output} is the file of the prompts, which would be gone."
+        wrong = f"{output} is the file of the prompts, which would be overwritten."
         raise ToolkitError(wrong, field="output", remedy="Name another one.")
 
 

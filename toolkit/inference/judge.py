@@ -50,7 +50,7 @@ def judge(
         CheckpointError: a checkpoint is damaged.
     """
     if not names:
-        raise RecipeError("to judge takes a run or more.")
+        raise RecipeError("judge needs at least one run.")
     opened = (open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names)
     of_folders = {recipe.folder.resolve(): recipe for recipe in opened}  # one that is named twice is judged once
     folders, recipes = list(of_folders), list(of_folders.values())
@@ -122,7 +122,7 @@ def _checkpoints(recipe: Recipe) -> list[Path]:
     last, found = policy_folder(recipe) / SAFETENSORS_WEIGHTS_NAME, []
     for folder in checkpoints_in(recipe.stage_folder("ppo")):
         if problem := problem_of(folder):
-            raise CheckpointError(f"{folder}: {problem}.", remedy="Take it away, or leave checkpoints out.")
+            raise CheckpointError(f"{folder}: {problem}.", remedy="Delete it, or judge without checkpoints.")
         if not cmp(last, folder / "policy" / SAFETENSORS_WEIGHTS_NAME, shallow=False):
             found.append(folder)
     return found
@@ -140,7 +140,7 @@ def _beside(page: Path, runs: Sequence[Path]) -> Path:
     check_output(page, runs)
     file = page.with_suffix(".json")
     if file == page or (file.exists() and not page.exists()):
-        wrong = f"figures go to {file}, which is {'the page' if file == page else 'there without a page'}."
+        wrong = f"figures go to {file}, which is {'the page' if file == page else 'there already, without its page'}."
         raise ToolkitError(wrong, remedy="Name another page.")
     check_output(file, runs)
     return file.resolve()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,12 +24,21 @@ from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import as_the_umask_says, copy_contents, writing
 from toolkit.errors import DataError, RecipeError, ToolkitError, within
-from toolkit.models import Merged, load_base, merge_adapter, name_base, positions_of, read_tensors, resolved
-from toolkit.reports import read_result
+from toolkit.models import (
+    Merged,
+    frozen_digest,
+    load_base,
+    merge_adapter,
+    name_base,
+    positions_of,
+    read_tensors,
+    resolved,
+)
+from toolkit.reports import read_json, read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
 from toolkit.runs.folder import check_outputs, find_run, has_weights, last_stage, recover
-from toolkit.runs.owned import RECIPE_FILE
+from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
 from toolkit.spec.plan import section
@@ -152,11 +162,31 @@ def trained_sampler(
     role = "q" if stage == "q" else "policy"
     wanted = (role, "reference") if compare or role == "q" else (role,)
     roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, wanted=wanted)
+    _warn_of_another_base(recipe, roles.causal_lm)
     config = recipe.stage_config(stage)
     length = max_new_tokens or int(config.response_length)
     if temperature is None:
         temperature = config.temperature if stage == "q" else of_policy
     return Sampler(roles, recipe.tokenizer, role=role, response_length=length, temperature=temperature or None)
+
+
+def _warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Warn where the weights of a base are not those of the run's beginning, as far as both are in the same bits."""
+    folder = recipe.stage_folder(last_stage(recipe.folder))
+    bits = [section(values, "base").get("quantization") for values in (recorded(recipe.folder), recipe.values)]
+    if bits[0] != bits[1]:
+        return
+    with suppress(ToolkitError):  # damaged; what it says is for nothing but this
+        then = (read_json(folder / BEFORE_FILE) or {}).get("made_with")
+        dtype = str(model.dtype).removeprefix("torch.")
+        if then is not None and then["dtype"] == dtype and then["base"] != frozen_digest(model):
+            wrong = (
+                f"{recipe.base_path} has other weights than the base that {recipe.folder} was trained on, by which its"
+            )
+            where = recipe.folder / RECIPE_FILE
+            warnings.warn(
+                f"{wrong} adapters give other responses: name that one as base.model in {where}.", stacklevel=3
+            )
 
 
 def place_reference(recipe: Recipe, sampler: Sampler) -> None:
@@ -243,15 +273,15 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     likeliest = merged.logits.argmax(-1).cpu()
     probe = probe[: likeliest.shape[1]]
     told = (
-        f"merged in {dtype}: over {len(probe)} {of} the logits differ from those of base and "
-        f"adapter apart by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most likely "
-        f"token is the same at {merged.agreement:.1%} of them"
+        f"merged in {dtype}: over {len(probe)} {of} the logits differ from those of the base with "
+        f"its adapter unmerged by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most "
+        f"likely token is the same at {merged.agreement:.1%} of them"
     )
     del merged  # before the base comes in 4 bits
     if recipe.quantization() is not None:
         try:
             agreement = f"{_agreement_on_quantised(recipe, probe, likeliest):.1%}"
-            told += f"; it is that of the policy as trained, on the quantised base, at {agreement}"
+            told += f"; it is also that of the trained policy, on the quantised base, at {agreement}"
         except (ToolkitError, torch.OutOfMemoryError) as error:  # the checkpoint is written, and whole
             reason = str(error) if isinstance(error, ToolkitError) else "the card's memory does not suffice for it"
             told += f"; what the policy on the quantised base says is not known: {reason}"
@@ -284,5 +314,7 @@ def _merged(
 ) -> Merged:
     named = {"revision": recipe.base.revision, "trust_remote_code": recipe.base.trust_remote_code}
     model = load_base(recipe.base_path, device=device, dtype=dtype, **named)
+    if recipe.quantization() is None:  # else the policy on the quantised base is read, too
+        _warn_of_another_base(recipe, model)
     ids = torch.tensor([probe[: positions_of(model.config)]], device=model.device)
     return merge_adapter(model, policy, ids)

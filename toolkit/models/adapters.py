@@ -301,12 +301,12 @@ def _split_head(state: State, role: str, folder: Path) -> tuple[State, State | N
 def _set_head(base: SharedBase, role: str, state: State, folder: Path) -> None:
     head, weight = base.head(role), state["weight"]
     if head.weight.shape != weight.shape:
-        numbers = f"the head reads {weight.shape[1]} numbers a token and this base has {head.weight.shape[1]}."
+        numbers = f"the head needs hidden size {weight.shape[1]} and this base has {head.weight.shape[1]}."
         raise other_base(folder, numbers)
     if state.keys() != head.state_dict().keys():
         wrong = f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}."
         raise AdapterError(wrong, remedy="Give the role's head a bias, or none, as the folder has it.")
     if shapes := [name for name, tensor in head.state_dict().items() if tensor.shape != state[name].shape]:
-        wrong = f"{folder}: the head's {shapes[0]} is {list(state[shapes[0]].shape)}, and the role's another."
+        wrong = f"{folder}: the head's {shapes[0]} has shape {list(state[shapes[0]].shape)}, and the role's another."
         raise AdapterError(wrong, remedy="Train or copy it again.")
     head.load_state_dict(state)

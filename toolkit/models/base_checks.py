@@ -357,13 +357,13 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
         states = read()
         _check_finite(model, states)
         if not apart_by(states[0, :-1], states[1, :-1]) <= tolerance(model):
-            wrong = f"a {name} reads both ways: what it makes of a token depends on the tokens after it."
+            wrong = f"a {name} is not causal: what it makes of a token depends on the tokens after it."
             raise ModelError(wrong, remedy=f"Take a decoder. {SUGGESTION}")
         switch_off_dropout(model, rate=0.9)
         apart = [apart_by(read(), states)]
         switch_off_dropout(model)
         if not apart[0] <= tolerance(model):
-            wrong = f"a {name} counts with its dropout or jitter outside of training, too: it cannot be switched off."
+            wrong = f"a {name} applies its dropout or jitter outside of training, too: it cannot be switched off."
             raise ModelError(wrong, remedy=SUGGESTION)
         was_training = model.training
         try:

@@ -99,7 +99,7 @@ def take_own_bits(config: PreTrainedConfig, model: str, asked: BitsAndBytesConfi
     remedy = "Set it to null, or name the checkpoint in 16 bits."
     if own is None:
         if asked is not None and isinstance(saved, dict):
-            wrong = f'"{model}" is quantised by {saved.get("quant_method")} already, and not once more.'
+            wrong = f'"{model}" is quantised by {saved.get("quant_method")} already, and cannot be again.'
             raise ModelError(wrong, field="quantization", remedy=remedy)
         return
     computes = getattr(torch, resolved(dtype))
@@ -134,7 +134,7 @@ def about_other_bits(model: PreTrainedModel) -> str:
         quantizer = None if unpacked else made
     check_gradients_of_bits(quantizer)
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"its weights are quantised by {method}, and counted as in {dtype}: as they are they take less."
+    return f"its weights are quantised by {method}, and counted as if in {dtype}: they take less than that."
 
 
 def cast_what_is_not_quantised(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -148,8 +148,8 @@ def check_bits(quantization: Any) -> None:
     """Nothing, if a base may be quantised so; else a `ModelError`."""
     if getattr(quantization, "load_in_8bit", False):
         raise ModelError(
-            "a base in 8 bits gives a token other numbers in another batch (LLM.int8 rounds a batch as a whole), so "
-            "that the policy would not be the one that sampled.",
+            "with a base in 8 bits a token's outputs depend on its batch (LLM.int8 rounds a batch as a whole), so "
+            "that the policy trained would not be the one that sampled.",
             field="quantization",
             remedy="Load it in 4 bits, or in 16.",
         )
@@ -165,7 +165,7 @@ def check_gradients_of_bits(quantizer: Any) -> None:
         method = quantizer.quantization_config.quant_method
         raise ModelError(
             f"transformers' kernels for weights in {getattr(method, 'value', method)} have no gradients, so that "
-            "adapters on a base in it would be trained by wrong ones.",
+            "adapters on such a base would be trained with wrong ones.",
             field="quantization",
             remedy="Name a checkpoint in 16 bits, and quantise it to 4 bits here.",
         )

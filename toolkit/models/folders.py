@@ -43,7 +43,7 @@ def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: 
         small |= {key: tensor.dtype for key, tensor in state.items() if not tensor.is_floating_point()}
     if small:
         key, dtype = next(iter(small.items()))
-        wrong = f"{folder / name}: {key} is {str(dtype).removeprefix('torch.')}, and floats of 16 bits are the least."
+        wrong = f"{folder / name}: {key} is {str(dtype).removeprefix('torch.')}, and at least 16-bit floats are needed."
         raise AdapterError(wrong, remedy="Convert it, or train it again.")
     if odd := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
         remedy = "Train it again, or copy an older one."

@@ -125,9 +125,7 @@ def _check_not_widened(model: nn.Module, linear: list[str], config: LoraConfig) 
         return
     more = [x for x in linear if check_target_module_exists(put, x) and not check_target_module_exists(config, x)]
     if more:
-        wrong = (
-            f"PEFT would put this adapter on {more[0]}, too, which the pattern {config.target_modules!r} is not for."
-        )
+        wrong = f"PEFT would put this adapter on {more[0]}, too, which {config.target_modules!r} does not match."
         raise AdapterError(wrong, field="target_modules", remedy="List names, and limit them by layers_to_transform.")
 
 
@@ -160,9 +158,9 @@ def _tell_of_layers_beside_experts(model: nn.Module, linear: list[str], meant: L
         names = ", ".join(sorted({".".join(name.split(".")[-2:]) + ".weight" for name in left}))
         way = f"To have some there, give every role's target_parameters: [{names}]."
         if any(isinstance(module, Linear4bit) for module in model.modules()):
-            way = "In 4 bits it has no way to give them those of more than one role."
+            way = "In 4 bits it cannot put adapters of more than one role there."
         more = f" and {len(left) - 1} others" * (len(left) > 1)
-        tell(f"PEFT puts no adapter on {left[0]}{more}, linear layers called as the experts beside them. {way}")
+        tell(f"PEFT puts no adapter on {left[0]}{more}, linear layers named like the experts beside them. {way}")
 
 
 def _check_patterns(model: nn.Module, config: LoraConfig) -> None:
@@ -180,8 +178,8 @@ def _check_patterns(model: nn.Module, config: LoraConfig) -> None:
                 wrong = f"{pattern!r} is no pattern of module names: {error}."
                 raise AdapterError(wrong, field=field) from error
             except (TimeoutError, MemoryError, OverflowError) as error:
-                wrong = f"the pattern {pattern!r} comes to no end on the names of the base's modules."
-                remedy = "Write it without repetitions within each other."
+                wrong = f"the pattern {pattern!r} takes too long on the names of the base's modules."
+                remedy = "Write it without nested repetitions."
                 raise AdapterError(wrong, field=field, remedy=remedy) from error
 
 

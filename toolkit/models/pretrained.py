@@ -180,21 +180,21 @@ def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelEr
     lines = f"{'no ' * isinstance(error, KeyError)}{error}".split("\n")
     reason = " ".join(lines[:1] if isinstance(error, OSError) else lines)  # which goes on with how the hub is asked
     if type(error) in (AttributeError, TypeError):  # Python's words for what a file of JSON holds
-        reason = "its config.json or tokenizer files have a value of a kind that it cannot be"
+        reason = "its config.json or tokenizer files have a value of the wrong type"
     if isinstance(error, ArithmeticError):
         much = "is too large" if isinstance(error, OverflowError) else "is 0 where it cannot be"
         reason = f"its config.json has a number that {much}"
     if kind == "folder" and not path.exists():
         reason = "there is no such folder."
     elif path.is_file():
-        reason = "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none."
+        reason = "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is not read."
         if (path.parent / "config.json").is_file():
             remedy = f"Name its folder: {path.parent}"
             return ModelError(f'no checkpoint can be loaded from "{model}": {reason}', field="model", remedy=remedy)
     elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         remedy = "Name the base that it was trained on here, and the adapter as what the policy starts from."
         if scores:
-            remedy = "Merge it into its base, and name that; one on the base of the roles is "
+            remedy = "Merge it into its base, and name that; for one on the shared base set "
             remedy += "scorer.kind: adapter, with start.reward."
         return ModelError(f'"{model}" is a PEFT adapter and no whole model.', field="model", remedy=remedy)
     remedy = "Name a folder or hub id with safetensors weights and a tokenizer."

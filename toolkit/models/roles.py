@@ -190,7 +190,7 @@ class SharedBase(FrozenLM):
             raise AdapterError(f'unknown role "{role}"; the roles are {", ".join(ROLES)}.')
         self._check_free(role)
         if role == "value" and num_labels != 1:
-            raise AdapterError(f"a value is one number a token, and this head has {num_labels} outputs.")
+            raise AdapterError(f"a value is one number per token, and this head has {num_labels} outputs.")
         if config is not None:
             try:
                 self.model = add_adapter(self.model, config, name=role)

@@ -65,7 +65,7 @@ def _curves(runs: Sequence[ComparedRun]) -> str:
             spread = {run.name: spread_of(run.metrics, name) for run in runs if run.name in points}
             charts.append(curves(name, points, spread=spread, places=[run.name for run in runs]))
     gains = (
-        score_and_judge(f"{run.name}: gain in standard errors over KL", evaluations(run.result, run.metrics))
+        score_and_judge(f"{run.name}: gain in standard errors vs. KL", evaluations(run.result, run.metrics))
         for run in runs
     )
     charts = [*filter(None, gains), *charts]

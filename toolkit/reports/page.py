@@ -57,8 +57,8 @@ def _curves(
     ]
     pairs = [(row["kl"], row["score"]) for row in metrics if is_number(row.get("kl")) and is_number(row.get("score"))]
     if len(pairs) > 1:
-        charts.insert(1, scatter("score over KL, in the order of updates", {"": pairs}, below="KL", joined=True))
-    if judged := score_and_judge("gain in standard errors over KL, by evaluation", measured):
+        charts.insert(1, scatter("score vs. KL, in the order of updates", {"": pairs}, below="KL", joined=True))
+    if judged := score_and_judge("gain in standard errors vs. KL, by evaluation", measured):
         charts.insert(0, judged)
     if not charts:
         return ""
@@ -102,7 +102,7 @@ def _distributions(samples: Sequence[dict[str, Any]]) -> str:
         lengths = {side: [row[f"{side}_length"] for row in samples] for side in sides}
         charts.append(histogram("lengths", lengths, below="tokens"))
     both = [(row["before_score"], row["after_score"]) for row in samples]
-    charts.append(scatter("each prompt's score, after over before", {"": both}, below="before", diagonal=True))
+    charts.append(scatter("each prompt's score, after vs. before", {"": both}, below="before", diagonal=True))
     return f'<h2>Before and after, by prompt</h2><div class="charts">{"".join(charts)}</div>'
 
 
@@ -131,8 +131,8 @@ def _pairs_charts(evaluation: dict[str, Any], pairs: Sequence[ScoredPair]) -> st
     bins = [(one["predicted"], one["observed"]) for one in evaluation["calibration"]["bins"]]
     charts = (
         histogram("scores", scores, below="score"),
-        scatter("calibration: observed over predicted P(right)", {"": bins}, below="predicted", diagonal=True),
-        scatter("score over length", lengths, below="tokens of the response"),
+        scatter("calibration: observed vs. predicted P(right)", {"": bins}, below="predicted", diagonal=True),
+        scatter("score vs. length", lengths, below="tokens of the response"),
     )
     return f'<div class="charts">{"".join(charts)}</div>'
 

@@ -151,7 +151,7 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
             remedy = "Load the model that scores in 4 bits (its quantization), or a smaller one, or shorten responses."
             raise RewardError(wrong, remedy=remedy) from error
         wrong = f"the reward raised {type(error).__name__}: {words_of(error)} ({place_of(error, reward)})."
-        raise RewardError(wrong, remedy="Mend it there.") from error
+        raise RewardError(wrong, remedy=f"Mend it there{_or_prompts(error, rollout)}.") from error
     if torch.is_inference_mode_enabled() != inference:  # which nothing can put back
         wrong = f"the reward has left torch's inference mode on, in which nothing is learnt ({_definition(reward)})."
         raise RewardError(wrong, remedy="Enter it by: with torch.inference_mode().")
@@ -167,6 +167,15 @@ def _as_the_reward_s(error: ToolkitError) -> RewardError:
     if own := _own_frames(error):
         raised.add_remedy(f"It was raised in {own[-1].filename}, line {own[-1].lineno}.")
     return raised
+
+
+def _or_prompts(error: BaseException, rollout: Rollout) -> str:
+    """What else may be wrong where a reward asks for a column that these prompts have not."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    frames = _own_frames(error)
+    if not isinstance(name, str) or name in rollout.columns or not frames or "columns" not in (frames[-1].line or ""):
+        return ""
+    return f', or give prompts with a column "{name}": these have {", ".join(rollout.columns) or "none"}'
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -30,7 +30,7 @@ class DenseScores:
 
     Args:
         scores: one number a response, given at its last token; None for 0.
-        tokens: for each response one number a token, stop token included, or nothing; None for nothing everywhere.
+        tokens: for each response one number per token, stop token included, or nothing; None for nothing everywhere.
         spans: for each response any number of `(start, end, score)`: characters `start` to `end` − 1 of its text, as
             `rollout.responses` has it. The score is given at the token with which the span is complete.
         at_end: of checked scores, set by `checked`: False where `scores` was None, whose zeros nobody gave.

@@ -65,7 +65,7 @@ def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
                 module = importlib.reload(module) if anew or (changed and place != "__main__") else module
                 vars(module)[_TEXT] = text
     except ModuleNotFoundError as error:
-        if error.name is None:  # a user's own words
+        if error.name is None or error.name.split(".")[0] != place.split(".")[0]:  # a user's own words; what it imports
             raise _not_loaded(place, error) from error
         where = f"from {here} and " if path is None else ""
         raise _wrong(f'no module "{error.name}", looked for {where}in the environment.') from error

@@ -73,7 +73,7 @@ _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-_DREW = " What it draws may so be the same at each call: give it a generator of its own, as random.Random(0)."
+_DREW = " Its draws may then repeat at each call: give it a generator of its own, such as random.Random(0)."
 
 
 @contextmanager

@@ -168,10 +168,10 @@ class ModelScorer(TextScorer):
     model: str | None = setting(
         None, "hub id or local folder; null is the model that the reward stage trains (section `reward_model`)."
     )
-    revision: str | None = setting(None, "of a hub id; a folder has none.")
+    revision: str | None = setting(None, "branch, tag or commit of a hub id; a folder has none.")
     trust_remote_code: bool = setting(False, "run code that comes with the checkpoint.")
     quantization: dict[str, Any] | None = None
-    dtype: models.Dtype = setting(models.AUTO, "of the weights that are not quantised; auto asks the machine.")
+    dtype: models.Dtype = setting(models.AUTO, "dtype of the weights that are not quantised; auto picks by hardware.")
 
     def conflicts(self) -> Iterator[Problem]:
         yield from super().conflicts()

@@ -36,7 +36,7 @@ class TextScorer(ClassScorer):
     max_length: int | None = setting(
         None, "tokens; a longer text loses its beginning. null is what the model takes.", AT_LEAST_1
     )
-    batch_size: int = setting(16, "responses a forward pass.", AT_LEAST_1)
+    batch_size: int = setting(16, "responses per forward pass.", AT_LEAST_1)
 
     def conflicts(self) -> Iterator[Problem]:
         yield from super().conflicts()
@@ -58,7 +58,7 @@ class TextScorer(ClassScorer):
             wrong = f"the prompts have no column {' or '.join(names)}; present: {', '.join(columns) or 'none'}."
             raise ColumnError(wrong, field="prompt_column", remedy=_NAME_ONE)
         if column == "prompt" and self.prompt_column is None and chats:
-            wrong = "the column prompt has the chat template of the base around it, and another model has another."
+            wrong = "the column prompt is already in the base's chat template, and this model may use another."
             raise RewardError(wrong, field="prompt_column", remedy=_NAME_ONE)
         return column
 

@@ -40,7 +40,7 @@ class RemoteScorer(Scorer):
 
     kind: ClassVar[str] = "remote"
     url: str = setting(MISSING, "where batches are sent by POST: http:// or https://.")
-    batch_size: int = setting(16, "responses a request.", AT_LEAST_1)
+    batch_size: int = setting(16, "responses per request.", AT_LEAST_1)
     timeout: float = setting(30.0, "seconds for one try, from its start to the last byte of the answer.", _SECONDS)
     retries: int = setting(5, "tries of a request after the first, each after a wait twice as long.", NOT_NEGATIVE)
     deadline: float | None = setting(None, "seconds for a batch with all its tries; null for no limit.", _SECONDS)

@@ -25,8 +25,8 @@ _NO_PARTS = "a sum needs at least one part."
 _SPREAD = "spread"
 LEVELS = "mean_score of the parts"
 """Of what the mean scores are known by where rewards are compared."""
-_NO_LEVEL = "its mean score is not known, from which a spread is measured: rewards of pairs differ in it by chance."
-_LEVEL_REMEDY = "The stage reward notes it in role.json: train it by that of this version, or leave spread_coef out."
+_NO_LEVEL = "its mean score is not known, and the spread needs it: rewards trained on pairs have arbitrary offsets."
+_LEVEL_REMEDY = "The reward stage of this version writes it to role.json: train it again, or leave spread_coef out."
 
 
 def _no_spread(parts: Collection[str], members: Collection[str]) -> str:
@@ -34,7 +34,7 @@ def _no_spread(parts: Collection[str], members: Collection[str]) -> str:
     if _SPREAD in parts:
         return f'logs the spread of the scores as "{_SPREAD}", which a part is called.'
     if len(members) < 2:
-        return "would have no effect: a spread is of two parts with a weight that were trained on pairs, or more."
+        return "would have no effect: a spread needs two or more parts with a weight that were trained on pairs."
     return ""
 
 

@@ -96,7 +96,7 @@ def about_slow(dtype: str, key: str) -> str:
 def trainer_config(recipe: Recipe, stage: str) -> Any:
     config = recipe.stage_config(stage)
     if config.use_cpu and torch.cuda.is_available():
-        wrong = "true leaves the base on the GPU, and sends there what is on the CPU."
+        wrong = "true does not keep a run off the GPU: base and inputs go there."
         remedy = "Hide the GPU with CUDA_VISIBLE_DEVICES='', or take it out."
         raise RecipeError(wrong, field=f"{stage}.use_cpu", remedy=remedy)
     if config.fp16 and not torch.cuda.is_available():

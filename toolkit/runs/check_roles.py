@@ -33,7 +33,7 @@ from toolkit.runs.folder import finished
 from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import ModelSection
-from toolkit.spec.sources import BaseItself, Fresh, OwnBase, Site, lora_config
+from toolkit.spec.sources import BaseItself, Fresh, OwnBase, Saved, Site, lora_config
 from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": ("ppo", "sft"), "value": ("ppo",), "reward": ("reward",), "q": ("q",)}
@@ -169,6 +169,8 @@ class RolesCheck:
                     self._check_files(planned.base, planned.section)
                 with self.findings.at(source.key):
                     self.starts[role] = source.place(roles, site).start
+                    if isinstance(source, Saved):
+                        self._compare_adapter(source, roles)
                     self.untrained |= {role} if isinstance(source, Fresh) else set()
                     if source is not planned and planned.stage != role:
                         self.starts[role] = f"fresh; the {planned.stage} stage comes first"
@@ -176,6 +178,17 @@ class RolesCheck:
             self.starts["q_target"] = "a moving average of q"
         if "reference" in sources and not isinstance(sources["reference"], BaseItself):
             self.starts["reference"] = "a frozen copy of where the policy starts"
+
+    def _compare_adapter(self, source: Saved, roles: SharedBase) -> None:
+        """Note the keys of a role's section in `adapters` that a saved adapter, which is taken as it is, has not."""
+        asked = at(self.recipe.values, f"adapters.{source.role}") or {}
+        has = roles.adapter_config(source.role).to_dict()
+        # PEFT resolves all-linear and patterns to the names of modules.
+        differ = [key for key in asked if not isinstance(has.get(key), set | list) and has.get(key) != asked[key]]
+        if differ:
+            told = "; ".join(f"{key} {asked[key]}, there {has.get(key)}" for key in differ)
+            wrong = f"the adapter in {source.folder} is taken as it is ({told})."
+            self.findings.notes.append(Problem(wrong, f"adapters.{source.role}"))
 
     def _check_reward_model(self, own: OwnBase) -> None:
         with self.findings.at(own.key):

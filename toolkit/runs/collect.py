@@ -163,7 +163,7 @@ def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
     # A kill between the responses of a batch and the state after it leaves one batch more.
     if not batches <= done <= batches + 1:
         wrong = f"{partial} holds {done} batches, and the state that the reward had after them is not there."
-        raise CheckpointError(wrong, remedy="Give the checkpoint folder beside it back, or begin anew with $overwrite.")
+        raise CheckpointError(wrong, remedy="Restore the checkpoint folder beside it, or begin anew with $overwrite.")
     if saved is not None:
         reward.load_state_dict(read_state(saved))
     processes.by_main(lambda: keep_lines(partial, batches * size))

@@ -45,7 +45,7 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
     folders = [find_run(name, runs_dir).resolve() for name in names]
     check_output(output, folders)
     if len(set(folders)) < 2:
-        raise RecipeError("to compare takes two runs or more.")
+        raise RecipeError("compare needs at least two runs.")
     shared = [one for one in COMPARED if all((folder / one / METRICS_FILE).is_file() for folder in folders)]
     if stage is not None and stage not in shared:
         wrong = f"not all of these runs have a {stage} stage with figures."

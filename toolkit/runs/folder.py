@@ -21,7 +21,7 @@ from toolkit.runs.lock import at_work, owner_of
 from toolkit.runs.longer import drop_evaluation, stages_as_they_were, written_down
 from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
 from toolkit.spec.load import is_run_name
-from toolkit.spec.plan import RESPONDING, STAGES, by_trl
+from toolkit.spec.plan import RESPONDING, STAGES, at, by_trl, section
 from toolkit.spec.recipe import Recipe
 
 SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
@@ -135,10 +135,21 @@ def conflict(recipe: Recipe, *, resumed: str | None = None) -> Problem | None:
     if standing := [stage for stage in done if not changes(recipe, stage, recipe.folder)]:
         kept = listed(standing)
         begin, keep = f", which can begin with the {kept} of {recipe.run} ($from_run)", f", and keep its {kept}"
+    anew = f" Or give $overwrite to delete its {listed(outdated)}{keep}."
     return Problem(
         f"{recipe.folder} holds a run of another recipe or other settings: {why}.",
-        remedy=f"Name a new run ($run){begin}. Or give $overwrite to delete its {listed(outdated)}{keep}.",
+        remedy=f"Name a new run ($run){begin}.{'' if _begins_in(recipe, outdated) else anew}",
     )
+
+
+def _begins_in(recipe: Recipe, stages: Iterable[str]) -> str | None:
+    """The key by which a recipe begins with what one of these stages has left in its own run folder."""
+    folders = [recipe.stage_folder(stage).resolve() for stage in stages]
+    for key, place in section(recipe.values, "start").items():
+        path = Path(str(place)).expanduser().resolve()
+        if any(path.is_relative_to(folder) for folder in folders):
+            return f"start.{key}"
+    return None
 
 
 def claim(
@@ -166,6 +177,9 @@ def claim(
         raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
     goes_on = resume and work is not None
     stages = {*_outdated(recipe, resumed), *([] if goes_on else [stage])}
+    if not goes_on and (key := _begins_in(recipe, stages)) is not None:
+        wrong = f"{at(recipe.values, key)} is in a stage that would be replaced."
+        raise RecipeError(wrong, field=key, remedy="Name a new run ($run).")
     gone = [*stages, *([EVALUATION] if last_stage(run) in stages else [])]
     for name in {*gone, stage}:
         owned.refuse_others(run / name)

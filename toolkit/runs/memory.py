@@ -30,7 +30,7 @@ def weights_fit(recipe: Recipe) -> Iterator[None]:
             ways.insert(0, "load the base in 4 bits (base.quantization), if it is not in them already")
         if {"scorer", "judge", "reward_model", "value_model"} & recipe.values.keys():
             ways.append("load fewer models beside the base, or these in 4 bits (their quantization)")
-        wrong = "the weights of the models do not fit into the card's memory beside what others have there."
+        wrong = "the weights of the models do not fit into the GPU memory that other processes leave."
         raise ToolkitError(wrong, field="base", remedy=_one_of(ways)) from error
 
 

@@ -115,7 +115,9 @@ def check_output(output: Path | None, runs: Iterable[Path]) -> None:
         if output is not None and (there := output.resolve()).is_file() and there.is_relative_to(run):
             stage = run / there.relative_to(run).parts[0]
             if there == run / RECIPE_FILE or there in written(stage):
-                raise ToolkitError(f"{output} is a file of the run {run}, and would be gone.", remedy="Name another.")
+                raise ToolkitError(
+                    f"{output} is a file of the run {run}, and would be overwritten.", remedy="Name another."
+                )
 
 
 def refuse_link(path: Path) -> None:

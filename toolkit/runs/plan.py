@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 import torch
 
 from toolkit.costs import (
@@ -259,6 +260,12 @@ class _Planner:
         yield Problem(
             self._assumed(self.device) if self.device else "time: not planned, for want of the card's limits."
         )
+        busy, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
+        if self._on_cpu and busy > 0.75 * cores:
+            wrong = (
+                f"this machine is busy (load {busy:.1f} on {cores} cores): the rates measured now vary, and can be too "
+            )
+            yield Problem(f"{wrong}low by ten times; so can be the speed of a run beside other work.")
         if self._on_cpu:
             yield Problem(
                 "Python and its libraries (0.4 GB), and what the C library keeps of freed memory, are not counted: a "

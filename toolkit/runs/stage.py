@@ -170,9 +170,9 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
             kept["made_with"] = made_with(trainer.roles, trainer.reward, trainer.judge)
         processes.by_main(partial(reports.write_json, path, kept))
     if kept["held_out"] != held_out:
-        wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."
+        wrong = f"{path} was measured on other held-out rows: figures after training cannot be compared."
         with processes.agreed():  # told once
-            raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
+            raise CheckpointError(wrong, remedy="Restore those rows, or begin anew with $overwrite.")
     return kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
 
 
@@ -200,7 +200,7 @@ def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
         if cut:
             cuts[split] = cut
             of = f"{cut['cut']} of {len(rows)} rows are cut to sft.max_length ({args.max_length})"
-            lost = f"{cut['without_loss']} of them lose all that the loss is taken of, and are left out"
+            lost = f"{cut['without_loss']} of them lose all tokens that the loss counts, and are left out"
             say(f"data: {split}: {of}; {lost}")
     return cuts
 

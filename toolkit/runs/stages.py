@@ -83,7 +83,7 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
     with ExitStack() as stack:
         with processes.agreed():
             if way.get("overwrite") and way.get("resume"):
-                raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")
+                raise RecipeError("overwrite and resume exclude each other.", remedy="Give $overwrite or $resume.")
             ours = processes.is_main() and stack.enter_context(at_work(recipe.folder, stage))
             if ours and (sentence := settle(recipe, stage, **way)):
                 say(sentence)

@@ -38,7 +38,7 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         recover_to_read(other.folder)
     if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
         why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
-        raise RecipeError(f'the run "{source}" to begin with {why}.', remedy="Name another run: $from_run.")
+        raise RecipeError(f'the run "{source}" to take from {why}.', remedy="Name another run: $from_run.")
     if not needs:
         wrong = f'nothing is taken from the run "{source}": no stage comes before this one.'
         raise RecipeError(wrong, remedy="Leave $from_run out.")
@@ -74,7 +74,7 @@ def _not_taken(recipe: Recipe, other: Recipe, stage: str) -> str | None:
     if read_result(other.stage_folder(stage)) is None:
         return f"{other.folder} has not finished it"
     missing = [earlier for earlier in recipe.plan.needs(stage) if finished(recipe, earlier) is None]
-    return f"{listed(missing)}, on which it stands, is not finished here" if missing else None
+    return f"{listed(missing)}, which it needs, is not finished here" if missing else None
 
 
 def _copy(source: Recipe, target: Recipe, stage: str) -> None:

@@ -56,14 +56,14 @@ def _of_scorer(values: Values) -> Iterator[Problem]:
         yield Problem("trl scores with the reward adapter alone, not with a sum.", "ppo.loop", "Use toolkit.")
     for place, start in (("scorer", "start.reward"), ("judge", "start.judge")):
         if at(values, f"{place}.adapter") is not None:
-            wrong = f"is of the parts of a sum, which can name more than one. That of a {place} alone is {start}."
+            wrong = f"is for parts of a sum, which can name more than one; a {place} alone has {start}."
             yield Problem(wrong, f"{place}.adapter", f"Write {start} in its place.")
         if at(values, f"{place}.spread_coef") is not None:
             for one, other in same_rewards(values, place, start):
-                yield Problem(f"is the reward that {one} is, so that the two have no spread.", other, "Name another.")
+                yield Problem(f"is the same reward as {one}, so that the two have no spread.", other, "Name another.")
     for place, part in scorer_parts(values, "judge").items():
         if part.get("kind") == "model" and part.get("model") is None:
-            yield Problem("is needed of a judge (a folder or hub id).", f"{place}.model")
+            yield Problem("is needed for a judge (a folder or hub id).", f"{place}.model")
     for place, part in scorer_parts(values).items():
         if part.get("kind") == "model" and part.get("model") is None and "reward_model" not in values:
             wrong = "belongs to kind: model, and is needed there (a folder or hub id)."

@@ -113,7 +113,9 @@ class _Resolver:
         rows: Kind = "pairs" if labels == 1 else "labelled"
         if self.key("reward_model") is None:
             if at(self.values, "reward.use_liger_kernel"):
-                wrong = "would have no effect: its kernels are put into a model, which a role of the base is none."
+                wrong = (
+                    "would have no effect: its kernels patch a whole model, and a role on the shared base is not one."
+                )
                 self.problem("reward.use_liger_kernel", wrong, "Leave it out.")
             if at(self.values, "reward.gradient_checkpointing_kwargs.use_reentrant"):
                 self.problem("reward.gradient_checkpointing_kwargs", NO_RE_ENTRY, "Leave it out.")
@@ -217,8 +219,8 @@ class _Resolver:
             return []
         folder = self.key("start.judge")
         if not folder:
-            wrong = "is missing: a judge of kind adapter is one that this run's PPO is not trained against."
-            self.problem("start.judge", wrong, "Name what another run has left, as runs/NAME/reward/reward.")
+            wrong = "is missing: a judge of kind adapter needs one that this run's PPO does not train on."
+            self.problem("start.judge", wrong, "Name another run's reward, such as runs/NAME/reward/reward.")
         return [Saved("judge", "start.judge", str(folder))] if folder else []
 
     def _further(self, place: str) -> list[Source]:

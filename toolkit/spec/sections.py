@@ -18,7 +18,7 @@ class ModelSection:
 
     model: str | None = setting(None, "Hub id or local folder.")
     config: dict[str, Any] | None = setting(
-        None, "In place of `model`, `model_type` and that configuration's arguments: random weights."
+        None, "In place of `model`, for random weights: `model_type` and its configuration's arguments."
     )
     quantization: dict[str, Any] | None = setting(
         None,
@@ -26,10 +26,10 @@ class ModelSection:
     )
     dtype: Dtype = setting(
         AUTO,
-        "Of the weights that are not quantised. auto asks the machine: bfloat16 where it is computed fast, else "
-        "float16 on a card and float32 on a CPU; float32 where all weights train.",
+        "Dtype of the weights that are not quantised. auto picks by hardware: bfloat16 where it is fast, else "
+        "float16 on a GPU and float32 on a CPU; float32 where all weights train.",
     )
-    revision: str | None = setting(None, "Of a hub id; a folder has none.")
+    revision: str | None = setting(None, "Branch, tag or commit of a hub id; a folder has none.")
     attn_implementation: str | None = setting(None, "As in transformers.")
     trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.")
 
@@ -118,7 +118,7 @@ class CollectSection:
 
     samples_per_prompt: int = setting(1, "Responses to each prompt.", AT_LEAST_1)
     max_prompts: int | None = setting(None, "The first so many prompts; null for all.", AT_LEAST_1)
-    temperature: float = setting(1.0, "Of sampling.", A_TEMPERATURE)
+    temperature: float = setting(1.0, "Sampling temperature.", A_TEMPERATURE)
     response_length: int = setting(53, "Tokens of a response, its end included.", AT_LEAST_1)
     batch_size: int = setting(64, "Responses sampled at a time.", AT_LEAST_1)
 

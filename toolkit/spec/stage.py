@@ -24,8 +24,8 @@ from toolkit.trainers.trl_compat import PPOFields, TRLPPOConfig
 
 _IN_FLOAT32 = Precision("float32")
 _DIVIDED_WEIGHTS = Problem(
-    "divides a model's weights among processes, and here each holds the whole base: bitsandbytes' 4-bit weights are "
-    "left out of it (huggingface/accelerate#3983).",
+    "shards a model's weights across processes, and here each holds the whole base: bitsandbytes' 4-bit weights are "
+    "not sharded (huggingface/accelerate#3983).",
     remedy="Take it out: several processes divide the rows, and a base has to fit on one card.",
 )
 
@@ -45,9 +45,9 @@ OF_NO_RECIPE = {
 _BREAKS_GOING_ON = {
     "save_only_model": "no run could go on from its checkpoints.",
     "ignore_data_skip": "a run that goes on would train some rows of a pass twice, and others never.",
-    "enable_jit_checkpoint": "it takes SIGTERM for itself, where a run that is asked to stop saves all.",
-    "auto_find_batch_size": "it begins anew with fewer rows, on weights that the try that failed has trained. Without "
-    "it, too, memory that runs out halves the rows of a pass.",
+    "enable_jit_checkpoint": "it intercepts SIGTERM, on which the toolkit saves everything and stops.",
+    "auto_find_batch_size": "it restarts with fewer rows, on weights that the failed attempt has changed. The toolkit "
+    "halves the rows of a pass itself when memory runs out.",
 }
 
 # transformers reads the old name, which remedies and plans give, only where the new one is not there.
@@ -76,11 +76,11 @@ _READ_BY_PPO = {
 # But for hub_private_repo: by it transformers' callback makes a Trackio Space private.
 _NO_UPLOADS = dict.fromkeys(
     ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-    "transformers uploads no weights that are in folders by role; upload what toolkit export writes",
+    "transformers cannot upload a folder of weights per role; upload what toolkit export writes",
 )
 _NO_CAST = dict.fromkeys(
     ("bf16_full_eval", "fp16_full_eval"),
-    "an evaluation is in the precision of training, and transformers would cast what trains",
+    "evaluation has the precision of training; this would cast the weights being trained",
 )
 _INSTEAD = {
     **_NO_UPLOADS,
@@ -115,7 +115,7 @@ _IGNORED_BY_Q = {
     **dict.fromkeys(("label_smoothing_factor", "label_names"), "the loss is that of Q-learning"),
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
-        "several roles read in a step, which is no forward pass of a model",
+        "a step runs several roles, not one forward pass of a model",
     ),
     "neftune_noise_alpha": "states and targets have to be those of decoding",
     "remove_unused_columns": "the collator takes the columns that it needs",
@@ -124,7 +124,7 @@ _IGNORED_BY_Q = {
          "include_for_metrics"),
         "evaluation decodes the held-out prompts",
     ),
-    "include_num_input_tokens_seen": "a batch has response tokens, which are what the loss is a mean of",
+    "include_num_input_tokens_seen": "the loss is a mean over response tokens, not input tokens",
     "average_tokens_across_devices": "a mean is over all rows, whatever the number of processes",
 }  # fmt: skip
 
@@ -132,9 +132,9 @@ _ORDERS = ("random", "sequential")
 
 # What a user of other generation code looks for, and why it is not to be had here. No fields: nothing could read them.
 _TRUNCATES = Problem(
-    "is refused: the tokens that it keeps are those of the policy which samples, so that the new policy's ratio and "
-    "the KL to the reference would be of other distributions than the one sampled from.",
-    remedy="Lower ppo.temperature instead, which all of them follow.",
+    "is refused: it keeps tokens by the policy that samples, so that the ratio of the new policy and the KL to the "
+    "reference would be computed over other distributions than the one sampled from.",
+    remedy="Lower ppo.temperature instead, which applies to all of them.",
 )
 _NO_STRINGS = Problem(
     "is refused: a response ends with a token, the tokenizer's end of sequence or another of the checkpoint's.",
@@ -224,7 +224,7 @@ def check_stage(
         wrong = "true without packing holds no row to max_length."
         problems.append(Problem(wrong, "sft.padding_free", "Add packing, or set max_length to null."))
     if stage == "sft" and values.get("eval_packing") and not values.get("packing"):
-        wrong = "true needs packing: rows would be read after others, as if they went on."
+        wrong = "true needs packing: else each row is read as a continuation of the last."
         problems.append(Problem(wrong, "sft.eval_packing"))
     if stage == "reward" and values.get("max_length") is not None:
         wrong = "is refused: TRL leaves out pairs that are longer, and says nothing."
@@ -241,7 +241,7 @@ def _check_metric(stage: str, best: str, measured: Sequence[str] | None, greater
     if measured is not None and name not in measured:
         remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
         if stage in RESPONDING and name in ("judge", "judge_se"):
-            remedy = "Name one in the section judge, which one that Python gives then takes the place of."
+            remedy = "Add a section judge; a judge given in Python then replaces it."
         raise ConfigError(f"{best!r} is nothing that is measured.", field="metric_for_best_model", remedy=remedy)
     if greater_is_better is None and (name.endswith("_se") or name in _EITHER_WAY):
         wrong = f"is needed with {best}: more of it may be better or worse."
@@ -254,7 +254,7 @@ def _check_best(config: Any) -> None:
     missing = [name for name, none in needed.items() if getattr(config, name) == none]
     if config.save_strategy == SaveStrategy.BEST and missing:
         wrong = f"best saves a checkpoint where an evaluation is the best so far, and needs {' and '.join(missing)}."
-        raise ConfigError(wrong, field="save_strategy", remedy="Or take steps.")
+        raise ConfigError(wrong, field="save_strategy", remedy="Add them, or set save_strategy to steps.")
 
 
 def _check_order(config: Any) -> None:
@@ -276,7 +276,7 @@ def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:
     wanted = values.get("report_to")
     both = isinstance(wanted, list) and len(wanted) > 1 and not {"none", "all"}.isdisjoint(map(str, wanted))
     if both or ("report_to" in values and wanted is None):
-        alone = "transformers takes none and all beside nothing else, and no null."
+        alone = "transformers takes none or all only by itself, and no null."
         return [Problem(f"got {wanted!r}: {alone}", f"{stage}.report_to", "Write none, or list what to report to.")]
     for name in [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []:
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):

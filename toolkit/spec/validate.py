@@ -195,7 +195,7 @@ def _section_hint(key: str) -> str:
     owners = {**PLAIN_SECTIONS, **STAGE_CLASSES, "data": TASKS["preferences"]}
     if key in OF_NO_RECIPE:
         why = OF_NO_RECIPE[key]
-        return f"It is none of a recipe: {why.wrong} {why.remedy}"
+        return f"It is not a recipe key: {why.wrong} {why.remedy}"
     refused = {section: {"tokenizer", *WITHOUT_EFFECT.get(section, ())} for section in owners}
     homes = [section for section, owner in owners.items() if key in owner_fields(owner).keys() - refused[section]]
     if any(key in _scorer_fields(owner, part=False) for owner in SCORERS.values()):

@@ -94,6 +94,8 @@ class BestOfSaved(GuardedSteps):
         theirs = type(self.state).load_from_json(str(best / TRAINER_STATE_NAME)).log_history
         as_text = partial(json.dumps, sort_keys=True)  # NaN is not equal to NaN
         if as_text(theirs) != as_text(self.state.log_history[: len(theirs)]):
-            warnings.warn(f"{best}, by name the best so far, is skipped: it is of another course.", stacklevel=5)
+            warnings.warn(
+                f"{best}, by name the best so far, is skipped: another course of training wrote it.", stacklevel=5
+            )
             return None
         return best

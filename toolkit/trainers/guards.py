@@ -88,8 +88,7 @@ GUARDS = (
         "scores_equal",
         methodcaller("get", "tied_share"),
         lambda share: share == 1.0,
-        "all scores of an update have been the same number {updates} times in a row: there is nothing to learn from "
-        "but penalties.",
+        "all scores of an update were equal, {updates} updates in a row: there is nothing to learn from but penalties.",
         "See in rollouts.jsonl whether the reward tells good from bad; where all are as good as can be, stop here.",
         updates=3,
     ),
@@ -97,7 +96,7 @@ GUARDS = (
         "scores_at_bound",
         methodcaller("get", "tied_share"),
         lambda share: share >= 0.9,
-        "{value:.0%} of the scores are one number, as at the bound of a reward: little is left to learn from.",
+        "{value:.0%} of the scores are equal, as when a reward is at its bound: little is left to learn from.",
         "Stop here, give harder prompts or a finer reward, or raise score_clip where it is set.",
         updates=10,
         unless="scores_equal",

@@ -106,9 +106,9 @@ class PPOTrainer(PPOLoop):
         self._prepare_training()
         if self.state.global_step >= self.total_updates:
             over = (
-                f"the {self.total_updates} updates of this run are done, and one more has what its schedule has left: "
+                f"the {self.total_updates} updates of this run are done, and a further one uses what its schedule has "
             )
-            over += f"a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. "
+            over += f"left: a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. "
             over += "End the loop; a new trainer goes on with a larger max_steps and resume=True."
             warnings.warn(over, stacklevel=2)
         parts = self._parts if scores is self._parts_of else {}
@@ -148,9 +148,10 @@ class PPOTrainer(PPOLoop):
         differ = [name for name in held if any(one[name] != of_all[0][name] for one in of_all)]
         if differ:
             wrong = f"at update {self.state.global_step + 1} the processes do not have the same {' and '.join(differ)}."
-            remedy = "Let all of them do what one alone does there, as a callback that draws random numbers, or share "
+            remedy = "Let all processes do what one alone does there, such as a callback that draws random numbers, or "
+            remedy += "share its result with toolkit.processes.by_main."
             with processes.agreed():  # told once
-                raise SelfCheckError(wrong, remedy=f"{remedy}what one has found with toolkit.processes.by_main.")
+                raise SelfCheckError(wrong, remedy=remedy)
 
     def _learn(self, rollout: Rollout, scores: Scores, parts: dict[str, Tensor]) -> dict[str, float]:
         """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""

@@ -127,16 +127,16 @@ class PPOConfig(TRLPPOConfig):
         NOT_NEGATIVE,
     )
     update_kl_limit: float | None = setting(
-        None, "KL of an update (approx_kl, a token) over which its remaining optimizer steps are left out.", POSITIVE
+        None, "KL per token of an update (approx_kl) above which its remaining optimizer steps are skipped.", POSITIVE
     )
     entropy_coef: float = setting(
         0.0, "Weight of the entropy bonus: positive keeps the policy's distribution wide.", NOT_NEGATIVE
     )
     cliprange: float | None = setting(
-        TRLPPOConfig.cliprange, "Range around 1 in which the ratio counts; null for no clipping.", POSITIVE
+        TRLPPOConfig.cliprange, "The ratio is clipped to 1 ± this; null for no clipping.", POSITIVE
     )
     cliprange_value: float | None = setting(
-        TRLPPOConfig.cliprange_value, "How far from the old value a value counts; null for no clipping.", POSITIVE
+        TRLPPOConfig.cliprange_value, "Values are clipped to the old value ± this; null for no clipping.", POSITIVE
     )
     whiten_advantages: bool = setting(
         True, "Whether advantages are shifted and scaled to mean 0 and variance 1 over the batch."
@@ -151,13 +151,13 @@ class PPOConfig(TRLPPOConfig):
         False, "Before scaling, subtract the mean of all scores so far.", only_with={"use_score_scaling": True}
     )
     score_clip: float | None = setting(
-        None, "Cut scores at plus and minus this, after scaling and before penalties.", POSITIVE
+        None, "Clip scores to plus or minus this, after scaling and before penalties.", POSITIVE
     )
     min_response_length: int = setting(
         1, "Tokens, end included, below which a response is punished or dropped.", AT_LEAST_1
     )
     short_response_penalty: float | None = setting(
-        None, "Taken from the score of a response shorter than min_response_length.", POSITIVE
+        None, "Subtracted from the score of a response shorter than min_response_length.", POSITIVE
     )
     drop_short_responses: bool = setting(
         False, "Leave responses shorter than min_response_length out of the update; dropped_responses counts them."
@@ -168,7 +168,7 @@ class PPOConfig(TRLPPOConfig):
     value_adam_beta2: float | None = _of_the_value_role("adam_beta2", BELOW_1)
     value_adam_epsilon: float | None = _of_the_value_role("adam_epsilon", NOT_NEGATIVE)
     kl_target: float | None = setting(
-        None, "KL a response that a controller steers towards by changing the coefficient, kl_coef at first.", POSITIVE
+        None, "Target KL per response: a controller adjusts the coefficient (kl_coef at first) towards it.", POSITIVE
     )
     kl_horizon: int = setting(
         10_000, "Responses over which the adaptive controller changes the coefficient by up to a fifth.", AT_LEAST_1
@@ -207,8 +207,8 @@ class PPOConfig(TRLPPOConfig):
             yield Problem("weighs draws, and rollout_do_sample is false.", "importance_sampling_cap")
         punished, dropped = self.short_response_penalty is not None, self.drop_short_responses
         if (self.min_response_length > 1) != (punished or dropped):
-            wrong = "2 or more, and one of short_response_penalty and drop_short_responses, have an effect together"
-            yield Problem(f"{wrong} only.", "min_response_length")
+            wrong = "a value above 1 and one of short_response_penalty and drop_short_responses need each other."
+            yield Problem(wrong, "min_response_length")
         elif self.min_response_length > self.response_length:
             wrong = f"{self.min_response_length} is more than the {self.response_length} tokens of response_length: "
             yield Problem(f"{wrong}each response would be punished or dropped.", "min_response_length", "Lower it.")
@@ -231,7 +231,7 @@ class PPOConfig(TRLPPOConfig):
         given = self.lr_scheduler_kwargs if isinstance(self.lr_scheduler_kwargs, dict) else {}
         own = self.value_learning_rate not in (None, self.learning_rate)
         for name in [name for name in ("min_lr", "lr_end") if own and name in given]:
-            wrong = f"{name} is where the policy's learning rate ends, and value_learning_rate at another one."
+            wrong = f"{name} is the policy's final learning rate, and value_learning_rate would end at another."
             remedy = "Take min_lr_rate, a share of each, with cosine_with_min_lr, or leave value_learning_rate out."
             yield Problem(wrong, "lr_scheduler_kwargs", remedy)
 

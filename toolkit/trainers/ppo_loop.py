@@ -116,8 +116,8 @@ class PPOLoop(SharedBaseTrainer):
             warnings.warn(f"{over}Raise max_steps in a new trainer, and go on with {way_on}.", stacklevel=4)
         elif step == self._best_put_at:
             if problem_of(self._folder_of(step)):
-                wrong = f"those of update {step} were not saved, and those of the best checkpoint are in their place."
-                raise CheckpointError(f"Weights to go on with: {wrong}", remedy=f"Take {way_on}.")
+                wrong = f"the weights of update {step} were not saved, and those of the best checkpoint replaced them."
+                raise CheckpointError(f"train() cannot go on: {wrong}", remedy=f"Use {way_on}.")
             self.load_saved(self._folder_of(step))
 
     def _put_best(self) -> None:

@@ -20,16 +20,16 @@ class QConfig(TrainingArguments):
 
     gamma: float = setting(
         0.998,
-        "Discount of what comes after a reward; tokens without one, parts of an action, are not discounted.",
+        "Discount factor, applied after each reward; tokens without one, parts of an action, are not discounted.",
         UP_TO_1,
     )
-    target_decay: float = setting(0.99, "Of the target network, a moving average of the q adapter.", UP_TO_1)
-    n_steps: int = setting(1, "Tokens of the data that are followed before the largest Q is taken.", AT_LEAST_1)
-    monte_carlo_bound: bool = setting(True, "Whether a target is at least what the response went on to get.")
+    target_decay: float = setting(0.99, "Decay of the target network, a moving average of the q adapter.", UP_TO_1)
+    n_steps: int = setting(1, "Steps of n-step returns: tokens of the data followed before max Q is taken.", AT_LEAST_1)
+    monte_carlo_bound: bool = setting(True, "Whether targets are at least the Monte Carlo return from that token on.")
     conservative_coef: float = setting(
-        1.0, "Weight of the term that draws Q of tokens that were not taken to lowest_return; 0 for none.", NOT_NEGATIVE
+        1.0, "Weight of the term that pulls Q of all tokens not taken towards lowest_return; 0 for none.", NOT_NEGATIVE
     )
-    lowest_return: float = setting(0.0, "The lowest return that a response can have, to which unseen tokens are drawn.")
+    lowest_return: float = setting(0.0, "The lowest return a response can have; Q of tokens not taken is pulled to it.")
     highest_return: float = setting(1.0, "The highest return that a response can have.", only_with={"bound": "sigmoid"})
     bound: Literal["none", "sigmoid"] = setting(
         "none",

@@ -349,8 +349,8 @@ class ResumableTrainer(BestOfSaved):
             self._goes_on_from = 0
             for one in self._metrics_files:
                 one.begin_anew(logged_itself=self.state.global_step > 0)
-            wrong = f"{output} holds {earlier[-1]} of an earlier try, and training begins anew: with the first "
-            wrong += "checkpoint of this one its own become abandoned-checkpoint-N."
+            wrong = f"{output} holds {earlier[-1]} of an earlier try, and training begins anew: with its first "
+            wrong += "checkpoint, the earlier ones are renamed abandoned-checkpoint-N."
             wrong += " To go on from it: train(resume_from_checkpoint=True)."
             warnings.warn(f"{wrong}{self._trained_before()}", stacklevel=3)
         elif self.state.global_step:  # of which there is nothing to go back to
@@ -363,8 +363,8 @@ class ResumableTrainer(BestOfSaved):
         """What does not begin anew where a trainer that has trained is told to train."""
         if not (steps := self.state.global_step):
             return ""
-        told = f" Only steps and schedule do: this trainer has {steps} steps behind it, and goes on with weights and "
-        return f"{told}optimizer as they are now. A new trainer begins with the first ones."
+        told = f" Only the step count and schedule restart: this trainer has {steps} steps behind it, and keeps its "
+        return f"{told}weights and optimizer. A new trainer begins with the initial ones."
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is, in whichever process."""
@@ -388,7 +388,7 @@ class ResumableTrainer(BestOfSaved):
                 raise other_setting(checkpoint, "setting optim", before, kind)
             if len(groups) != len(now):
                 wrong = f"{checkpoint} was written with another weight decay."
-                raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
+                raise CheckpointError(wrong, remedy="Restore that setting, or start anew.")
             check_same_optimizer(checkpoint, groups, now)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -99,7 +99,7 @@ def check_frozen(then: Mapping[str, str], now: Mapping[str, str]) -> None:
     if changed := [role for role, digest in now.items() if then.get(role) != digest]:
         wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
         wrong += "responses, scores or KL would mean something else from here on."
-        raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
+        raise CheckpointError(wrong, remedy="Restore that adapter, or begin the run anew.")
 
 
 def check_alike(
@@ -148,23 +148,21 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
     if then["data"] != now["data"]:
         rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
         wrong = f"was written on other training data ({rows}), so its place in them means nothing."
-        remedy = "Give the data back, or start anew."
+        remedy = "Restore the data, or start anew."
     elif then["base"] != now["base"] and then["dtype"] == now["dtype"]:
         wrong = "was written on a base with other weights: its adapters mean nothing on this one."
-        remedy = "Give the base back, or start anew."
+        remedy = "Restore the base, or start anew."
     if wrong:
         raise CheckpointError(f"{checkpoint} {wrong}", remedy=remedy)
     if then["dtype"] != now["dtype"]:
         warnings.warn(
             f"{checkpoint} was written with its model in {then['dtype']}, and goes on in {now['dtype']}: not exact, "
-            "and by its numbers the base cannot be told from another of the same shape.",
+            "and whether it is the same base cannot be checked beyond its shapes.",
             stacklevel=3,
         )
     if edited := [name for name, text in now["reward"].items() if then["reward"].get(name, text) != text]:
-        wrong = (
-            f"{checkpoint} was written with another content of {', '.join(edited)}, by which responses are scored: if "
-        )
-        warnings.warn(f"{wrong}that scores otherwise, the figures before and after are of two rewards.", stacklevel=3)
+        wrong = f"{checkpoint} was written with another version of {', '.join(edited)}, which scores responses: if its "
+        warnings.warn(f"{wrong}scores differ, the figures before and after are of two rewards.", stacklevel=3)
     pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
     changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
     if changed:
@@ -197,5 +195,5 @@ def check_same_optimizer(checkpoint: Path, then: Sequence[Mapping[str, Any]], no
 
 def other_setting(checkpoint: Path, name: str, then: Any, now: Any) -> CheckpointError:
     """The error of a setting that a run cannot change on its way."""
-    wrong = f"{checkpoint} is of a run with a {name} of {then}, and here it is {now}: all of a run has one."
-    return CheckpointError(wrong, remedy="Give it back, or begin a new run with it.")
+    wrong = f"{checkpoint} is of a run with a {name} of {then}, and here it is {now}: it cannot change within a run."
+    return CheckpointError(wrong, remedy="Set the old value again, or begin a new run.")

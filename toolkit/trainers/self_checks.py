@@ -122,7 +122,7 @@ def check_rollout_uses_policy(
     if not (scale > 0 and off[0] <= 0.2 * scale):  # nor where they are NaN
         raise SelfCheckError("rollouts do not come from the policy's adapter: generation ignores a change of it.")
     if not off.max() <= 0.2 * scale:
-        wrong = "tokens that a graph of this base gives come from other logits than a pass over them has."
+        wrong = "a CUDA graph of this base samples from other logits than a forward pass over the same tokens gives."
         raise ConfigError(wrong, field="generation", remedy="Take eager or merged.")
 
 
