@@ -41,7 +41,7 @@ SMALL["doubling_q"] = [
     "sft.max_steps=2", "q.max_steps=2", "q.eval_steps=1", "q.save_steps=1", "q.per_device_train_batch_size=8",
     "collect.max_prompts=20", "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1",
 ]  # fmt: skip
-SMALL["mine"] = [*_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2", "ppo.num_mini_batches=1"]
+SMALL["mine"] = [*_REWARD, *_PPO]
 RUN_LANGUAGES = ("", "sh", "powershell")  # a block of another language, as text, is not run
 STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "plan", "show")
 READING = ("check", "plan", "show")  # which leave nothing: the same words once are enough

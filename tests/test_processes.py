@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from contextlib import redirect_stdout
@@ -12,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -332,6 +334,8 @@ def joined(two_cards, monkeypatch):
     monkeypatch.setattr(processes, "_meet", lambda: (torch.distributed.HashStore(), 1, 2))
     monkeypatch.setattr(processes, "_name_interface", lambda *_: None)
     monkeypatch.setattr(processes, "_cards", [])
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda limit: made.append(limit))
 
     def group(name, backend, **named):
         made.append((name, backend, named))
@@ -344,10 +348,21 @@ def joined(two_cards, monkeypatch):
 
 
 def test_processes_wait_for_one_another_as_long_as_a_rollout_may_take(joined):
-    """And minutes alone in a sum on cards, whose kernel does not notice that another process has died."""
-    (_, world, named), (_, on_cards, of_cards) = joined
+    """And minutes alone until it is reached, and in a sum on cards, whose kernel does not notice that another process
+    has died."""
+    (_, world, named), then, (_, on_cards, of_cards) = joined
     assert (world, on_cards) == ("gloo", "nccl") and (named["rank"], named["world_size"]) == (1, 2)
-    assert named["timeout"] >= timedelta(hours=12) and of_cards["timeout"] <= timedelta(minutes=15)
+    assert named["timeout"] <= timedelta(minutes=2) and then >= timedelta(hours=12)
+    assert of_cards["timeout"] <= timedelta(minutes=15)
+
+
+def timeout_here():
+    backend = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    return backend.options._timeout
+
+
+def test_what_processes_wait_for_one_another_is_not_what_they_wait_to_meet(two):
+    assert two(timeout_here) == [processes.TIMEOUT] * 2
 
 
 def test_tensors_of_cards_are_summed_by_the_group_of_cards(joined, monkeypatch):
@@ -387,7 +402,7 @@ def test_a_machine_is_reached_whose_name_is_at_a_loopback_address(rank, of_other
     monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(processes, "_address_towards", lambda host: own.get(host, ""))
-    monkeypatch.setattr(processes.socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(processes, "_addresses", lambda name: ["127.0.1.1"])
     monkeypatch.setattr(processes.psutil, "net_if_addrs", lambda: found)
     processes._name_interface(store, rank, 2)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
@@ -395,9 +410,17 @@ def test_a_machine_is_reached_whose_name_is_at_a_loopback_address(rank, of_other
     processes._name_interface(store, rank, 2)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(processes.socket, "gethostbyname", lambda name: address)  # which gloo finds by itself
-    processes._name_interface(store, rank, 2)
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    for names, interface in ((["198.51.100.1", "127.0.1.1"], "eth1"), ([], "eth1"), ([address], None)):
+        monkeypatch.setattr(processes, "_addresses", lambda name, names=names: names)  # of a stale entry, of none
+        processes._name_interface(store, rank, 2)
+        assert os.environ.pop("GLOO_SOCKET_IFNAME", None) == interface  # gloo finds the last by itself
+
+
+def test_this_machine_s_address_on_the_way_to_another():
+    assert processes._address_towards("127.0.0.1") == processes._address_towards("no such name") == ""
+    own = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+    for address in own:
+        assert processes._address_towards(address) == ("" if address.startswith("127.") else address)
 
 
 def test_processes_of_one_machine_leave_gloo_as_it_is(monkeypatch):

@@ -41,6 +41,9 @@ by its broken connection and by whoever started them."""
 ON_CARDS = timedelta(minutes=10)
 """How long a sum of tensors may take on cards. NCCL does not notice that another process of this machine has died, and
 its kernel would wait for it; a sum directly follows an exchange over gloo, so that nobody comes to it late."""
+REACHING = timedelta(minutes=1)
+"""How long processes that have met through the store try to reach one another; gloo waits five times as long for one
+that does not come."""
 MEETING = timedelta(minutes=30)
 """How long those that have started wait for one that has not, as torch's own default is."""
 TOGETHER = 300
@@ -125,15 +128,16 @@ def join() -> None:
     if _visible:
         _check_card()
     store, rank, number = _meet()
-    _name_interface(store, rank, number)
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=TIMEOUT)
+        _name_interface(store, rank, number)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=REACHING)
     except RuntimeError as error:
         wrong = f"process {rank} of {number} does not reach another one: {' '.join(str(error).split())}."
         remedy = f"Set {_INTERFACE}, and NCCL_SOCKET_IFNAME for cards, to the network interface by which the machines "
         remedy += "reach each other (see `ip addr`), and let them accept each other's traffic on all ports."
         raise ToolkitError(wrong, remedy=remedy) from error
-    if _visible:
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    if _visible and dist.is_nccl_available():  # else gloo sums through the memory of the machine
         _cards.append(dist.new_group(backend="nccl", timeout=ON_CARDS))
     # transformers' arguments warn of a group that they did not make, at each of their calls.
     logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.msg)
@@ -156,6 +160,7 @@ def leave() -> None:
     """End what `join` began, where all has gone well: torch warns of a group of NCCL that is still there at the end."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        _cards.clear()
 
 
 def _meet() -> tuple[dist.Store, int, int]:
@@ -181,21 +186,32 @@ def _name_interface(store: dist.Store, rank: int, number: int) -> None:
     others = [store.get(f"address {i}").decode() for i in range(number)]
     if not own:  # the first machine, which knows itself by its name
         own = next(filter(None, map(_address_towards, filter(None, others))), "")
-    name = socket.gethostname()
-    with suppress(OSError):
-        if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
-            return
-    for interface, addresses in psutil.net_if_addrs().items():
-        if own and own in {one.address for one in addresses}:
-            os.environ.setdefault(_INTERFACE, interface)
+    of_interface = {
+        address.address.partition("%")[0]: interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+    }
+    taken = next((one for one in _addresses(socket.gethostname()) if one in of_interface), "127.0.1.1")
+    if ipaddress.ip_address(taken).is_loopback and own in of_interface:
+        os.environ.setdefault(_INTERFACE, of_interface[own])
+
+
+def _addresses(host: str) -> list[str]:
+    """Those that a name stands for; none where that is not known."""
+    with suppress(OSError, UnicodeError):
+        return [str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)]
+    return []
 
 
 def _address_towards(host: str) -> str:
     """This machine's address on the way to another one; "" for itself, or where there is no way. Nothing is sent."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, 9))
-        address = way.getsockname()[0]
-        return "" if ipaddress.ip_address(address).is_loopback else str(address)
+    for address in _addresses(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect((address, 9))
+            own = str(way.getsockname()[0]).partition("%")[0]
+            if not ipaddress.ip_address(own).is_loopback:
+                return own
     return ""
 
 
@@ -383,6 +399,6 @@ def sum_(tensors: Iterable[Tensor]) -> None:
         with agreed():  # before anybody waits: the copy may not fit on one of the cards
             flat = torch.cat([tensor.flatten() for tensor in same])
         with _connected():
-            dist.all_reduce(flat, group=_cards[0] if flat.is_cuda else None)
+            dist.all_reduce(flat, group=_cards[0] if flat.is_cuda and _cards else None)
         for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -255,7 +255,7 @@ def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_pa
 
 def test_a_setting_is_no_prompt(trained):
     said = command_here("generate", "chat", "ppo.temperature=0.5", cwd=trained[0]).stderr
-    assert '"ppo.temperature=0.5" is a setting, and generate takes prompts. How responses are made is said by' in said
+    assert '"ppo.temperature=0.5" is a setting, and generate takes prompts. Options say how responses are' in said
 
 
 @pytest.mark.parametrize("respond_to", [generate, partial(generate_best, num_samples=2)], ids=["one", "the best"])

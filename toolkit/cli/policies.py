@@ -14,7 +14,7 @@ from toolkit.errors import RecipeError
 MaxNewTokens = Annotated[
     int | None, typer.Option(help="Most tokens of an answer; the recipe's response_length if not given.", min=1)
 ]
-_SETTING = re.compile(r"(base|adapters|\w*data|scorer|judge|start|sft|reward\w*|ppo|collect|q|value_\w+)(\.\w+)+=")
+_SETTING = re.compile(r"(base|(sft_|reward_|q_)?data|scorer|judge|start|sft|reward|ppo|collect|q)(\.\w+)+=\S*")
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**32 - 1)]
 
 
@@ -53,9 +53,11 @@ def generate(
 ) -> None:
     """Answer prompts with a trained policy: those given, those of a file, or the first held-out ones."""
     for text in prompts or ():
-        if _SETTING.match(text):
+        if _SETTING.fullmatch(text):
             wrong = f'"{text}" is a setting, and generate takes prompts.'
-            raise RecipeError(wrong, remedy="How responses are made is said by options (--help).")
+            raise RecipeError(
+                wrong, remedy="Options say how responses are made (--help); such a prompt can be in a --file."
+            )
     join(processes)
     from toolkit.inference import generate
     from toolkit.inference.saved_run import open_run

@@ -42,8 +42,7 @@ class Prompts(SplitTask):
             conversation. False takes it as it is, with the special tokens that the tokenizer adds and, after a
             dialogue, the `Assistant:` that asks for the response.
         columns: where the prompt is, if the source has other names: `prompt`, `messages` or `input_ids` to the
-            source's column. Columns that it does not name are then no prompts, but for a source's only one, `prompt`,
-            as of the lines of a text file.
+            source's column. Columns that it does not name are then no prompts; lines of a text file are in any case.
         on_long: whether a prompt over its limit is left out, or cut: its last tokens stay.
         max_prompt_length: tokens of a prompt; longer ones are left out.
     """
@@ -59,8 +58,8 @@ class Prompts(SplitTask):
     may_be_plain: ClassVar[bool] = True
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-        # The lines of a text file have no name by which the columns of another file could be meant.
-        return self._encode_prompt(place, row, first, None if first.keys() == {"prompt"} else self.columns)
+        lines = place.rpartition(", line ")[0].lower().endswith(".txt")  # which have no columns to be named
+        return self._encode_prompt(place, row, first, None if lines else self.columns)
 
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         part = super()._read(split, source, limit)

@@ -19,7 +19,7 @@ from toolkit.data.messages import Messages
 from toolkit.disk import write_output
 from toolkit.errors import ColumnError, DataError, RewardError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
-from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler
+from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler, warn_of_another_base
 from toolkit.models import scores_for
 from toolkit.reports import Output, texts_table
 from toolkit.runs import build
@@ -164,6 +164,7 @@ def generate_best(
         planned = recipe.plan.stages["ppo"].roles
         wanted = {"policy", *(one.role for one in planned if scores_for(one.role) == "reward")}
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe), wanted=wanted)
+        warn_of_another_base(recipe, roles.causal_lm)
         rollouts = build.make_rollouts(recipe, roles)
         reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
         set_seed(seed)

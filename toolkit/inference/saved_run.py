@@ -162,7 +162,7 @@ def trained_sampler(
     role = "q" if stage == "q" else "policy"
     wanted = (role, "reference") if compare or role == "q" else (role,)
     roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, wanted=wanted)
-    _warn_of_another_base(recipe, roles.causal_lm)
+    warn_of_another_base(recipe, roles.causal_lm)
     config = recipe.stage_config(stage)
     length = max_new_tokens or int(config.response_length)
     if temperature is None:
@@ -170,7 +170,7 @@ def trained_sampler(
     return Sampler(roles, recipe.tokenizer, role=role, response_length=length, temperature=temperature or None)
 
 
-def _warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
+def warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
     """Warn where the weights of a base are not those of the run's beginning, as far as both are in the same bits."""
     folder = recipe.stage_folder(last_stage(recipe.folder))
     bits = [section(values, "base").get("quantization") for values in (recorded(recipe.folder), recipe.values)]
@@ -181,12 +181,10 @@ def _warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
         dtype = str(model.dtype).removeprefix("torch.")
         if then is not None and then["dtype"] == dtype and then["base"] != frozen_digest(model):
             wrong = (
-                f"{recipe.base_path} has other weights than the base that {recipe.folder} was trained on, by which its"
+                f"{recipe.base_path} has other weights than the base that {recipe.folder} was trained on, with which"
             )
-            where = recipe.folder / RECIPE_FILE
-            warnings.warn(
-                f"{wrong} adapters give other responses: name that one as base.model in {where}.", stacklevel=3
-            )
+            wrong += " its adapters respond otherwise, unless another version of transformers lays out the same ones. "
+            warnings.warn(f"{wrong}Name that base as base.model in {recipe.folder / RECIPE_FILE}.", stacklevel=3)
 
 
 def place_reference(recipe: Recipe, sampler: Sampler) -> None:
@@ -281,7 +279,7 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     if recipe.quantization() is not None:
         try:
             agreement = f"{_agreement_on_quantised(recipe, probe, likeliest):.1%}"
-            told += f"; it is also that of the trained policy, on the quantised base, at {agreement}"
+            told += f"; it is that of the trained policy, on the quantised base, at {agreement}"
         except (ToolkitError, torch.OutOfMemoryError) as error:  # the checkpoint is written, and whole
             reason = str(error) if isinstance(error, ToolkitError) else "the card's memory does not suffice for it"
             told += f"; what the policy on the quantised base says is not known: {reason}"
@@ -315,6 +313,6 @@ def _merged(
     named = {"revision": recipe.base.revision, "trust_remote_code": recipe.base.trust_remote_code}
     model = load_base(recipe.base_path, device=device, dtype=dtype, **named)
     if recipe.quantization() is None:  # else the policy on the quantised base is read, too
-        _warn_of_another_base(recipe, model)
+        warn_of_another_base(recipe, model)
     ids = torch.tensor([probe[: positions_of(model.config)]], device=model.device)
     return merge_adapter(model, policy, ids)

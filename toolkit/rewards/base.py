@@ -173,7 +173,8 @@ def _or_prompts(error: BaseException, rollout: Rollout) -> str:
     """What else may be wrong where a reward asks for a column that these prompts have not."""
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
     frames = _own_frames(error)
-    if not isinstance(name, str) or name in rollout.columns or not frames or "columns" not in (frames[-1].line or ""):
+    line = (frames[-1].line or "").replace("'", '"') if frames else ""
+    if not isinstance(name, str) or name in rollout.columns or f'columns["{name}"]' not in line:
         return ""
     return f', or give prompts with a column "{name}": these have {", ".join(rollout.columns) or "none"}'
 

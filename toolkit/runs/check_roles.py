@@ -183,8 +183,9 @@ class RolesCheck:
         """Note the keys of a role's section in `adapters` that a saved adapter, which is taken as it is, has not."""
         asked = at(self.recipe.values, f"adapters.{source.role}") or {}
         has = roles.adapter_config(source.role).to_dict()
-        # PEFT resolves all-linear and patterns to the names of modules.
-        differ = [key for key in asked if not isinstance(has.get(key), set | list) and has.get(key) != asked[key]]
+        # PEFT resolves all-linear and patterns to the names of modules; how weights began is of no effect any more.
+        compared = [key for key in asked if key != "init_lora_weights" and not isinstance(has.get(key), set | list)]
+        differ = [key for key in compared if has.get(key) != asked[key]]
         if differ:
             told = "; ".join(f"{key} {asked[key]}, there {has.get(key)}" for key in differ)
             wrong = f"the adapter in {source.folder} is taken as it is ({told})."

@@ -185,7 +185,7 @@ def _check_prompts(partial: Path, prompts: Dataset, samples_per_prompt: int) -> 
         place = line // samples_per_prompt
         if place >= len(asked) or row.get("prompt_ids") != list(asked[place]):
             wrong = f"{partial}, line {line + 1}: is a response to another prompt than that of the data now."
-            raise CheckpointError(wrong, remedy="Give the data back, or begin anew with $overwrite.")
+            raise CheckpointError(wrong, remedy="Restore the data, or begin anew with $overwrite.")
 
 
 def _rows(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

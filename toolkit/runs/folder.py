@@ -5,6 +5,7 @@ nor a stage before it reads one of them. What has taken hours is replaced by tho
 finished.
 """
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -146,8 +147,12 @@ def _begins_in(recipe: Recipe, stages: Iterable[str]) -> str | None:
     """The key by which a recipe begins with what one of these stages has left in its own run folder."""
     folders = [recipe.stage_folder(stage).resolve() for stage in stages]
     for key, place in section(recipe.values, "start").items():
-        path = Path(str(place)).expanduser().resolve()
-        if any(path.is_relative_to(folder) for folder in folders):
+        path = Path(os.path.expanduser(str(place))).resolve()
+        if (
+            place is not None
+            and (key, place) != ("value", "reward")
+            and any(path.is_relative_to(folder) for folder in folders)
+        ):
             return f"start.{key}"
     return None
 

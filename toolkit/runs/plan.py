@@ -263,9 +263,9 @@ class _Planner:
         busy, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
         if self._on_cpu and busy > 0.75 * cores:
             wrong = (
-                f"this machine is busy (load {busy:.1f} on {cores} cores): the rates measured now vary, and can be too "
+                f"this machine is busy (load {busy:.1f} on {cores} cores): the rates measured now vary, and can be a"
             )
-            yield Problem(f"{wrong}low by ten times; so can be the speed of a run beside other work.")
+            yield Problem(f"{wrong} tenth of the true ones; a run beside other work can be as slow.")
         if self._on_cpu:
             yield Problem(
                 "Python and its libraries (0.4 GB), and what the C library keeps of freed memory, are not counted: a "

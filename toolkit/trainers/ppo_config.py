@@ -168,7 +168,9 @@ class PPOConfig(TRLPPOConfig):
     value_adam_beta2: float | None = _of_the_value_role("adam_beta2", BELOW_1)
     value_adam_epsilon: float | None = _of_the_value_role("adam_epsilon", NOT_NEGATIVE)
     kl_target: float | None = setting(
-        None, "Target KL per response: a controller adjusts the coefficient (kl_coef at first) towards it.", POSITIVE
+        None,
+        "Target KL per response, which a controller meets by adjusting the coefficient (kl_coef at first).",
+        POSITIVE,
     )
     kl_horizon: int = setting(
         10_000, "Responses over which the adaptive controller changes the coefficient by up to a fifth.", AT_LEAST_1

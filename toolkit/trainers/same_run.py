@@ -120,7 +120,10 @@ def check_alike(
         differ[differ.index(key)] = f"{key} ({', '.join(names)})"
     if differ:
         wrong = f"the processes do not begin with the same {' and '.join(differ)}."
-        raise SelfCheckError(wrong, remedy="Give all machines the same settings, checkpoint, data and packages.")
+        remedy = "Give all machines the same settings, checkpoint, data and packages."
+        if "weights to train" in differ:
+            remedy += " Random ones can differ between GPUs of two models: name adapters to begin with (start)."
+        raise SelfCheckError(wrong, remedy=remedy)
 
 
 @contextmanager
