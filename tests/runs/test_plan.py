@@ -17,7 +17,7 @@ from tests.runs.test_rewards import save_reward
 from tests.tiny_models import shared_base
 from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llama, texts
 from toolkit import recipes
-from toolkit.costs import CARDS, Lengths, named
+from toolkit.costs import CARDS, Lengths, here, named
 from toolkit.errors import ConfigError, ModelError, RecipeError, ToolkitError
 from toolkit.models import on_another_machine
 from toolkit.runs.check import check
@@ -161,13 +161,18 @@ def test_a_recipe_with_graphs_is_planned_with_them(checkpoint, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU, whose rates are measured")
 def test_rates_that_were_measured_beside_other_work_are_told(checkpoint, tmp_path, monkeypatch):
-    def told(load, gpu=None):
-        monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
-        monkeypatch.setattr("psutil.cpu_count", lambda: 4)
-        return [note.text() for note in plan(chat_recipe(tmp_path, checkpoint), gpu).notes if "busy" in note.text()]
+    monkeypatch.setattr("psutil.cpu_count", lambda: 4)
+    planner = _Planner(chat_recipe(tmp_path, checkpoint), here())
+    report = planner.report(notes=False)
 
-    assert told(2.0) == [] == told(9.0, "4090")
+    def told(load):
+        monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
+        return [note.text() for note in planner._notes(report) if "busy" in note.text()]
+
+    assert told(2.0) == []
     assert told(3.5)[0].startswith("this machine is busy (load 3.5 on 4 cores): the rates measured now vary")
+    monkeypatch.setattr(_Planner, "_on_cpu", False)
+    assert told(9.0) == []
 
 
 def test_responses_that_were_cut_are_read_by_the_value_role_once_more(checkpoint, tmp_path):
