@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -340,6 +341,20 @@ def test_a_broken_connection_is_told_by_the_main_process_and_by_whoever_knows_wh
     assert done.stderr == (f"{told}{way if main else ''}\n" if main or cause is DistBackendError else "")
     monkeypatch.setattr(processes, "count", lambda: 1)
     assert isinstance(CliRunner().invoke(app, ["ppo", "doubling", "--debug"]).exception, PeerError)
+
+
+def test_a_warning_is_a_line_without_the_place_in_the_code(monkeypatch):
+    shown, usual = [], warnings.formatwarning
+
+    def fails(*arguments, **named):
+        shown.append(warnings.formatwarning(UserWarning("it is so"), UserWarning, "x.py", 3))
+        raise RecipeError("nothing")
+
+    monkeypatch.setattr("toolkit.runs.stages.run", fails)
+    for words in ([], ["--debug"]):
+        CliRunner().invoke(app, ["ppo", "doubling", *words])
+        assert warnings.formatwarning is usual
+    assert shown == ["warning: it is so\n", "x.py:3: UserWarning: it is so\n"]
 
 
 def test_stages_that_run_first_show_tracebacks_too(monkeypatch):

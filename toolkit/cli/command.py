@@ -120,15 +120,25 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _debugged(debug: bool) -> Iterator[None]:
-    """Inside, what is started here shows tracebacks as well: the stages that run first."""
-    before = os.environ.get(_DEBUG)
+    """Inside, what is started here shows tracebacks as well: the stages that run first. Else warnings are a line each,
+    without the place in the code that they come from."""
+    before, usual = os.environ.get(_DEBUG), warnings.formatwarning
     if debug:
         os.environ[_DEBUG] = "1"
+    else:
+        warnings.formatwarning = _in_a_line
     try:
         yield
     finally:
+        warnings.formatwarning = usual
         if debug and before is None:
             del os.environ[_DEBUG]
+
+
+def _in_a_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {message}\n"
 
 
 @contextmanager
