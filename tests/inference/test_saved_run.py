@@ -22,8 +22,9 @@ from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, respond
 from toolkit.inference.saved_run import export_adapter, export_merged, open_run, policy_folder, trained_sampler
-from toolkit.models import frozen_digest, load_base, merge_adapter
+from toolkit.models import load_base, merge_adapter
 from toolkit.runs import stages
+from toolkit.trainers.same_run import of_base
 
 
 def test_a_run_is_opened_by_name_or_folder(trained):
@@ -100,8 +101,7 @@ def test_another_base_than_that_of_the_training_is_told(bits, trained, tmp_path)
     path = there / "ppo" / "before.json"
     kept, recipe = json.loads(path.read_text()), yaml.safe_load((there / "recipe.yaml").read_text())
     if bits == 32:  # as a run without 4 bits has it
-        digest = frozen_digest(load_base(trained[1].base_path, dtype="float32"))
-        kept["made_with"] |= {"dtype": "float32", "base": digest}
+        kept["made_with"] |= of_base(load_base(trained[1].base_path, dtype="float32"))
         path.write_text(json.dumps(kept))
         recipe["base"] |= {"quantization": None, "dtype": "float32"}
         (there / "recipe.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=True))

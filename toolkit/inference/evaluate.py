@@ -82,8 +82,6 @@ def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, 
     given |= {key.removeprefix("start.") for key in changed if key.startswith("start.")}
     of_given = {f"{role} adapter" for role in given}
     of_given |= {_LEVELS_OF[kind] for role in given if (kind := scores_for(role))}
-    if any(key.startswith("base.quantization") for key in changed):  # digests are of what is not quantised
-        of_given.add("base")
     others = [] if then is None else other_than(then, evaluated["made_with"])
     if others := [other for other in others if other not in of_given]:
         found["not_as_trained"] = others

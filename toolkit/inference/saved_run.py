@@ -24,16 +24,7 @@ from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import as_the_umask_says, copy_contents, writing
 from toolkit.errors import DataError, RecipeError, ToolkitError, within
-from toolkit.models import (
-    Merged,
-    frozen_digest,
-    load_base,
-    merge_adapter,
-    name_base,
-    positions_of,
-    read_tensors,
-    resolved,
-)
+from toolkit.models import Merged, load_base, merge_adapter, name_base, positions_of, read_tensors, resolved
 from toolkit.reports import read_json, read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
@@ -44,6 +35,7 @@ from toolkit.spec.load import load
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
+from toolkit.trainers.same_run import is_another_base, of_base
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared, at most
 _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
@@ -171,20 +163,15 @@ def trained_sampler(
 
 
 def warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Warn where the weights of a base are not those of the run's beginning, as far as both are in the same bits."""
+    """Warn where the weights of a base can be told from those of the run's beginning."""
     folder = recipe.stage_folder(last_stage(recipe.folder))
-    bits = [section(values, "base").get("quantization") for values in (recorded(recipe.folder), recipe.values)]
-    if bits[0] != bits[1]:
-        return
     with suppress(ToolkitError):  # damaged; what it says is for nothing but this
         then = (read_json(folder / BEFORE_FILE) or {}).get("made_with")
-        dtype = str(model.dtype).removeprefix("torch.")
-        if then is not None and then["dtype"] == dtype and then["base"] != frozen_digest(model):
-            wrong = (
-                f"{recipe.base_path} has other weights than the base that {recipe.folder} was trained on, with which"
-            )
-            wrong += " its adapters respond otherwise, unless another version of transformers lays out the same ones. "
-            warnings.warn(f"{wrong}Name that base as base.model in {recipe.folder / RECIPE_FILE}.", stacklevel=3)
+        if then is not None and is_another_base(then, of_base(model)):
+            where, name_it = recipe.folder, f"Name that base as base.model in {recipe.folder / RECIPE_FILE}."
+            wrong = f"{recipe.base_path} has other weights than the base that {where} was trained on, with which its "
+            wrong += "adapters respond otherwise, unless another version of transformers lays out the same ones."
+            warnings.warn(f"{wrong} {name_it}", stacklevel=3)
 
 
 def place_reference(recipe: Recipe, sampler: Sampler) -> None:
@@ -312,7 +299,6 @@ def _merged(
 ) -> Merged:
     named = {"revision": recipe.base.revision, "trust_remote_code": recipe.base.trust_remote_code}
     model = load_base(recipe.base_path, device=device, dtype=dtype, **named)
-    if recipe.quantization() is None:  # else the policy on the quantised base is read, too
-        warn_of_another_base(recipe, model)
+    warn_of_another_base(recipe, model)  # of a run in 4 bits when the policy on the quantised base is read
     ids = torch.tensor([probe[: positions_of(model.config)]], device=model.device)
     return merge_adapter(model, policy, ids)

@@ -71,17 +71,26 @@ def _texts_of(reward: Any, judge: Any) -> dict[str, str]:
 
 
 def made_with(roles: SharedBase, reward: Any, judge: Any = None) -> dict[str, Any]:
-    """What responses are made and scored with, beside what is trained: digests of the base but for what is quantised,
-    which are of its dtype, of the adapters that are not trained, by role, and of what reward and judge are made of, by
-    name."""
-    dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
-    base = frozen_digest(roles.causal_lm)
-    return {"dtype": dtype, "base": base, "adapters": frozen_digests(roles), "reward": _texts_of(reward, judge)}
+    """What responses are made and scored with, beside what is trained: digests of the base, of the adapters that are
+    not trained, by role, and of what reward and judge are made of, by name."""
+    return {**of_base(roles.causal_lm), "adapters": frozen_digests(roles), "reward": _texts_of(reward, judge)}
+
+
+def of_base(model: nn.Module) -> dict[str, str]:
+    """The digest of a base but for what is quantised, and the precision in which alone it can be compared."""
+    quantised = any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"dtype": f"{dtype} beside 4 bits" if quantised else dtype, "base": frozen_digest(model)}
+
+
+def is_another_base(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the bases of two `of_base`, or `made_with`, can be told apart."""
+    return bool(then["dtype"] == now["dtype"] and then["base"] != now["base"])
 
 
 def other_than(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What of two `made_with` is there both times, and differs."""
-    found = ["base"] if then["dtype"] == now["dtype"] and then["base"] != now["base"] else []
+    found = ["base"] if is_another_base(then, now) else []
     for kind, named in (("adapters", "{} adapter"), ("reward", "{}")):
         both = then[kind].keys() & now[kind].keys()
         found += [named.format(name) for name in sorted(both) if then[kind][name] != now[kind][name]]
