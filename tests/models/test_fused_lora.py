@@ -396,7 +396,7 @@ def test_4_bit_weights_are_unpacked_again_where_memory_has_no_room_for_all(tmp_p
     needed = 2 * 4 * sum(layer.in_features * layer.out_features for layer in layers)
     cases = (needed - 1, 1, False), (needed, 1, True), (4 * needed - 1, 4, False), (4 * needed, 4, True)
     for free, number, ready in cases:  # of all processes of a machine
-        monkeypatch.setattr(processes, "count", lambda number=number: number)
+        monkeypatch.setattr(processes.exchange, "count", lambda number=number: number)
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free, total=0))
         with base.unpacked_for_gradients():
             assert all(("unpacked_weight" in vars(layer)) == ready for layer in layers)

@@ -296,7 +296,7 @@ def test_merged_generation_needs_layers_and_memory(tmp_path, monkeypatch):
     base = shared_base()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1.5 * base.merged_bytes, total=0))
     self_checks.check_room_to_merge(base)
-    monkeypatch.setattr(processes, "count", lambda: 4)
+    monkeypatch.setattr(processes.exchange, "count", lambda: 4)
     with pytest.raises(ConfigError, match=r"for a copy of the weights in each of 4 processes, and"):
         self_checks.check_room_to_merge(base)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of four machines

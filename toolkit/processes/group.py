@@ -1,0 +1,99 @@
+"""How processes that were started find one another, and what they give those that they start themselves."""
+
+import logging
+import os
+from datetime import timedelta
+
+from torch import distributed as dist
+
+from toolkit.errors import ToolkitError
+from toolkit.processes.addresses import INTERFACE, free_port, name_interface
+from toolkit.processes.exchange import by_main, count, of_cards
+from toolkit.processes.launcher import (
+    as_launched,
+    check_card,
+    check_launcher,
+    launched,
+    take_card,
+    take_from_environment,
+)
+
+_MEETS_IN = "TOOLKIT_MEETS_IN"  # seconds, of processes that are started together
+TIMEOUT = timedelta(hours=12)
+"""How long a process waits for another: a rollout, or a reward's server, may take long; one that dies ends the others
+by its broken connection and by whoever started them."""
+ON_CARDS = timedelta(minutes=10)
+"""How long a sum of tensors may take on cards. NCCL does not notice that another process of this machine has died, and
+its kernel would wait for it; a sum directly follows an exchange over gloo, so that nobody comes to it late."""
+REACHING = timedelta(minutes=1)
+"""How long processes that have met through the store try to reach one another; gloo waits five times as long for one
+that does not come."""
+MEETING = timedelta(minutes=30)
+"""How long those that have started wait for one that has not, as torch's own default is."""
+TOGETHER = 300
+"""The same in seconds of those that several processes start together, for an earlier stage."""
+
+
+def join() -> None:
+    """Become one of the processes that torchrun, `accelerate launch` or `toolkit --processes` started, if they did.
+
+    The environment says which, in torch's variables. Each sees the GPU of its local rank alone (`take_card`).
+
+    Raises:
+        ToolkitError: there are more processes on this machine than GPUs, or GPUs are named that CUDA does not find;
+            they have not met within `MEETING`, or do not reach one another; MPI has started them, or accelerate was
+            asked for what it would do to a model of its own.
+    """
+    check_launcher()
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        return
+    if launched() == 1:
+        take_from_environment()
+        return
+    if on_cards := take_card():
+        check_card()
+    store, rank, number = _meet()
+    try:
+        name_interface(store, rank, number)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=REACHING)
+    except RuntimeError as error:
+        wrong = f"process {rank} of {number} does not reach another one: {' '.join(str(error).split())}."
+        remedy = f"Set {INTERFACE}, and NCCL_SOCKET_IFNAME for cards, to the network interface by which the machines "
+        remedy += "reach each other (see `ip addr`), and let them accept each other's traffic on all ports."
+        raise ToolkitError(wrong, remedy=remedy) from error
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    if on_cards and dist.is_nccl_available():  # else gloo sums through the memory of the machine
+        of_cards.append(dist.new_group(backend="nccl", timeout=ON_CARDS))
+    # transformers' arguments warn of a group that they did not make, at each of their calls.
+    logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.msg)
+    take_from_environment()
+
+
+def leave() -> None:
+    """End what `join` began, where all has gone well: torch warns of a group of NCCL that is still there at the end."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        of_cards.clear()
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    """The store by which the processes found each other, with this one's rank and their number."""
+    seconds = os.environ.pop(_MEETS_IN, "")
+    timeout = timedelta(seconds=float(seconds)) if seconds else MEETING
+    try:
+        store, rank, number = next(dist.rendezvous("env://", timeout=timeout))
+    except (RuntimeError, ValueError) as error:  # one has not come; a variable is missing or no port
+        where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ['MASTER_PORT']}"
+        first = str(error).splitlines()[0]
+        wrong = f"the {os.environ['WORLD_SIZE']} processes of WORLD_SIZE have not met at {where}: {first}"
+        remedy = "Start all of them, with the same MASTER_ADDR and MASTER_PORT; for one process unset RANK, WORLD_SIZE."
+        raise ToolkitError(wrong, remedy=remedy) from error
+    return dist.PrefixStore("toolkit", store), rank, number
+
+
+def environment() -> dict[str, str]:
+    """What the process that each of several starts is given, so that these join one another."""
+    if count() == 1:
+        return dict(os.environ)
+    port = str(by_main(free_port))
+    return as_launched() | {"MASTER_PORT": port, _MEETS_IN: str(TOGETHER)}
