@@ -15,7 +15,7 @@ own that trains whole, and a critic that begins as its copy. `made` is the recip
 is that without the made pairs, from the same sft adapters. `actor_critic` is that recipe as it is, beside the encoder.
 `--again` asks that encoder of the responses that the newest results of the other forms have, or without one
 the judge of `made` of those that have not seen it. Stages that are finished are not repeated. Writes
-`benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in `docs/fooled_rewards.md`.
+`benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables of a page of the docs.
 """
 
 import json
@@ -99,6 +99,7 @@ class Form:
         recipe: of which it is a form; one without an sft stage begins with the base.
         members: reward adapters that score together: their mean, less their spread.
         own: whether reward and critic are models of their own, not adapters.
+        page: of the docs, where its tables stand.
     """
 
     judge: str
@@ -110,6 +111,7 @@ class Form:
     recipe: str = RECIPE
     members: int = 1
     own: bool = False
+    page: str = "judges"
 
 
 JUDGES = {
@@ -134,13 +136,17 @@ Beside: TypeAlias = tuple[Mapping[str, Any], Mapping[str, str]]
 """A reward that PPO does not see: the section `judge` of it, and the adapter that it has."""
 FORMS = {
     "fooled": Form("belongs", 15, AS_IT_WAS, (_PLAIN,), follows=True),
-    "centred": Form("belongs", 15, AS_IT_WAS, (_PLAIN, _CENTRED), follows=True, begins_as="fooled"),
+    "centred": Form(
+        "belongs", 15, AS_IT_WAS, (_PLAIN, _CENTRED), follows=True, begins_as="fooled", page="other_rewards"
+    ),
     "relevant": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), follows=True),
-    "ensemble": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), begins_as="fooled", members=3),
-    "own_reward": Form(RELEVANCE, 10, AS_IT_WAS | OWN_PPO, (_PLAIN,), begins_as="fooled", own=True),
-    "made": Form("judge", 10, {}),
-    "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made"),
-    "actor_critic": Form(RELEVANCE, 5, {}, recipe="actor_critic_lora"),
+    "ensemble": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), begins_as="fooled", members=3, page="other_rewards"),
+    "own_reward": Form(
+        RELEVANCE, 10, AS_IT_WAS | OWN_PPO, (_PLAIN,), begins_as="fooled", own=True, page="other_rewards"
+    ),
+    "made": Form("judge", 10, {}, page="made_pairs"),
+    "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made", page="made_pairs"),
+    "actor_critic": Form(RELEVANCE, 5, {}, recipe="actor_critic_lora", page="other_rewards"),
 }
 _DRAWN = ("score", "score_se", "judge", "judge_se", "kl", "length", "distinct_share")
 _ANSWER = "\n\nAssistant:"
@@ -533,7 +539,7 @@ def show_again(train: Path, validation: Path, folder: Path, overrides: Sequence[
         judge = _by_reward(recipes.load(RECIPE, *data, held_out, run="judge", runs_dir=runs))
     results = {name: result for name in asked_of if (result := newest(name)) is not None}
     table = judged_again(results, judge, title)
-    fill_file(DOCS / "fooled_rewards.md", f"{place}: made by benchmarks.fooled", f"end of {place}", table)
+    fill_file(DOCS / "judges.md", f"{place}: made by benchmarks.fooled", f"end of {place}", table)
 
 
 def _by_encoder(prompts: Sequence[str], encoder: str) -> Callable[[Mapping[str, Any]], list[float]]:
@@ -562,7 +568,7 @@ def show(name: str, path: Path) -> None:
     """Draw the figure of a form's result and put its tables into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
     save_figure(_figure(result["seeds"]), name)
-    page = DOCS / "fooled_rewards.md"
+    page = DOCS / f"{FORMS[name].page}.md"
     for what, table in (
         ("table", f"{_table(result)}\n\n{where(result)}"),
         ("samples", _samples(name, result["seeds"])),

@@ -49,7 +49,7 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     result = {**about, "date": "2026-01-01", "seeds": {"0": seed(1.5), "2": seed(2.5)}}
     result["judges"] = {"belongs": 0.7, "third": 0.8}
     (tmp_path / "result.json").write_text(json.dumps(result))
-    page = tmp_path / "fooled_rewards.md"
+    page = tmp_path / "made_pairs.md"
     for name in ("table", "samples"):
         with page.open("a") as file:
             file.write(f"<!-- made {name}: made by benchmarks.fooled -->\nold\n<!-- end of made {name} -->\n")
