@@ -52,7 +52,7 @@ def test_a_table_says_what_the_class_says():
     }
     assert table(Example, ["size", "names", "share", "depth"])[2:] == [
         "| `size` | a whole number |  | How large; with a second line. See note: below. |",
-        "| `names` | list | `[a]` | Of things \\| others. |",
+        "| `names` | a list | `[a]` | Of things \\| others. |",
         "| `share` | a number or null | `0.5` | Part of it, in 10% steps |",
         "| `depth` | a whole number: at least 1 | `1` | With size: 3. How deep. |",
     ]

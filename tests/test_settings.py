@@ -110,5 +110,5 @@ def test_types_as_yaml_has_them(hint, right, wrong):
 def test_types_by_name():
     assert type_name(int | None) == "a whole number or null"
     assert type_name(Literal["a", "b"]) == "'a' or 'b'"
-    assert type_name(list[str] | dict[str, bool] | Colour) == "list or dict or Colour"
+    assert type_name(list[str] | dict[str, bool] | Colour) == "a list or a section with keys or Colour"
     assert [type_name(t) for t in (bool, float, str)] == ["true or false", "a number", "text"]

@@ -102,14 +102,24 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
+_TYPES = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a section with keys",
+}
+
+
 def type_name(hint: Any) -> str:
     """A type as a reader of a recipe would name it."""
     if get_origin(hint) is Literal:
         return " or ".join(repr(word) for word in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(dict.fromkeys(type_name(part) for part in get_args(hint)))
-    names = {type(None): "null", bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
+    return _TYPES.get(get_origin(hint) or hint, getattr(hint, "__name__", str(hint)))
 
 
 def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:

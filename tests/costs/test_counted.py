@@ -123,6 +123,25 @@ def test_what_is_remembered_of_an_operator_is_what_it_gives(monkeypatch):
     assert len(counted_module._remembered) > 5
 
 
+def test_what_is_done_in_place_is_remembered_where_the_form_stays(monkeypatch):
+    monkeypatch.setattr(counted_module, "_remembered", {})
+    counted, data = fresh(300, 400)
+    other = Weightless.like(torch.empty(300, 400, device="meta"))
+    with counted.phase() as costs, torch.no_grad():
+        for _ in range(3):
+            assert data.add_(other) is data and data.shape == (300, 400)
+        assert len(counted_module._remembered) == 1
+        assert {kernel.bytes: number for kernel, number in costs.kernels.items()} == {3 * other.nbytes: 3}
+        for shape in ((400, 300), (300, 400), (400, 300)):  # another form, also where it has been met
+            assert data.form.t_() is data.form and data.form.shape == shape
+            data.mul_(2.0)
+        data.form.t_()
+    for _ in range(2):
+        one, another = torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")
+        counted_module._made(torch.ops.aten.set_.source_Tensor, (one, another), {}, [one, another])
+        assert one.untyped_storage()._cdata == another.untyped_storage()._cdata  # of the same form, and not what it was
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(counted_module, "_remembered", {})
     monkeypatch.setattr(counted_module, "_MOST", 3)

@@ -243,7 +243,7 @@ def test_three_mistakes_one_error(tmp_path):
         ({"sft": {"resume_from_checkpoint": "x"}}, "sft.resume_from_checkpoint — to resume is no part of a recipe."),
         ({"reward": {"hub_token": "hf_x"}}, "reward.hub_token — it is a secret, and the recipe is saved with the run."),
         ({"q": {"do_train": False}}, "q.do_train — it has no effect: a stage trains and measures."),
-        ({"ppo": {"report_to": 3}}, "ppo.report_to — null or text or list is needed, got 3."),
+        ({"ppo": {"report_to": 3}}, "ppo.report_to — null or text or a list is needed, got 3."),
         ({"adapters": {"policy": {"lora_dropout": 1.0}}}, "adapters.policy.lora_dropout — must be from 0 to below 1"),
         ({"q": {"neftune_noise_alpha": 1.0}}, "q.neftune_noise_alpha — would have no effect: states and targets have"),
         ({"collect": {"batch_size": 0}}, "collect.batch_size — must be at least 1, got 0."),
@@ -726,7 +726,7 @@ def test_kernels_that_are_not_installed(monkeypatch):
         ({"base": {"model": "m", "dtype": "bf16"}}, "Did you mean bfloat16"),
         (
             {"base": {"model": "m", "quantization": "nf4"}},
-            "load_in_4bit=true base.quantization.bnb_4bit_quant_type=nf4",
+            r"1 problem\n.*load_in_4bit=true base.quantization.bnb_4bit_quant_type=nf4\.$",
         ),
         ({"ppo": {"ppo_target": 6.0}}, "Did you mean kl_target"),
         ({"ppo": {"steps": 20000}}, r"Did you mean total_episodes\?$"),

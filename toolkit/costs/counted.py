@@ -130,25 +130,35 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
 
 
 _remembered: dict[Any, Any] = {}  # what an operator gives of arguments of such forms: a form, or several in a tuple
+_IN_PLACE = object()  # what it gives is its first argument, whose form stays
 
 
 def _made(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
     """What an operator gives of forms, which torch works out in Python: made anew where it is remembered."""
-    if func is _grouped or func.is_view or func._schema.is_mutable:
+    if func is _grouped or func.is_view:
         return func(*args, **kwargs)
     try:
         key = func, torch.get_default_dtype(), _described(args), _described((*kwargs, *kwargs.values()))
     except TypeError:  # an argument of another kind
         return func(*args, **kwargs)
     if (known := _remembered.get(key)) is not None:
+        if known is _IN_PLACE:
+            return args[0]
         return _again(known) if isinstance(known, _Form) else tuple(map(_again, known))
+    before = _storages(_tensors(args[:1]))
     made = func(*args, **kwargs)
     parts = made if type(made) is tuple else (made,)
-    if all(type(part) in (Tensor, *_PLAIN) for part in parts) and _stand_alone(_tensors(parts), inputs):
+    found: Any = None
+    if func._schema.is_mutable:
+        if made is args[0] and _described(made) == key[2][0] and _storages([made]) == before:  # neither turned nor set
+            found = _IN_PLACE
+    elif all(type(part) in (Tensor, *_PLAIN) for part in parts) and _stand_alone(_tensors(parts), inputs):
+        known = tuple(_form_of(part) if isinstance(part, Tensor) else part for part in parts)
+        found = known if type(made) is tuple else known[0]
+    if found is not None:
         if len(_remembered) >= _MOST:
             _remembered.clear()
-        known = tuple(_form_of(part) if isinstance(part, Tensor) else part for part in parts)
-        _remembered[key] = known if type(made) is tuple else known[0]
+        _remembered[key] = found
     return made
 
 

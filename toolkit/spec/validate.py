@@ -91,10 +91,10 @@ def _lora(**values: Any) -> LoraConfig:
         return LoraConfig(**values)
 
 
-def _check_quantization(name: str, values: Any) -> list[Problem]:
+def _check_quantization(name: str, values: dict[str, Any]) -> list[Problem]:
     place = f"{name}.quantization"
     problems = check_keys(place, values, BitsAndBytesConfig, build=lambda **own: quantization_config(own, "float32"))
-    if problems or not isinstance(values, dict):
+    if problems:
         return problems
     bits = [4 if key.startswith("load_in_4") else 8 for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
     if not bits:
@@ -234,8 +234,8 @@ def check_recipe(values: dict[str, Any]) -> list[Problem]:
         if name in values:
             problems += check_scorer(values[name], name)
     for name in MODEL_SECTIONS:
-        if isinstance(values.get(name), dict) and values[name].get("quantization") is not None:
-            problems += _check_quantization(name, values[name]["quantization"])
+        if isinstance(given := at(values, f"{name}.quantization"), dict):
+            problems += _check_quantization(name, given)
         problems += _check_config(name, at(values, f"{name}.config"))
     for place in DATA_SECTIONS:
         if place in values:
