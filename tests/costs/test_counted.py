@@ -414,8 +414,8 @@ def test_where_adapters_are_large_their_gradients_at_the_end_are_the_most(tmp_pa
         str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=2, num_ppo_epochs=1,
         gradient_accumulation_steps=1, num_mini_batches=1, gradient_checkpointing=True,
     )  # fmt: skip
-    roles = deep(lora(r=64), vocab_size=20000, hidden_size=64, num_hidden_layers=24)
-    update = CountedUpdate(Counted(20000), roles, args, Lengths(16, 8))
+    roles = deep(lora(r=64), vocab_size=8000, hidden_size=64, num_hidden_layers=9)
+    update = CountedUpdate(Counted(8000), roles, args, Lengths(16, 8))
     told = update.phases("update")[0]
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.costs.passes.alike", lambda roles: None)
