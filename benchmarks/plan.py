@@ -33,7 +33,9 @@ from benchmarks.gpu import random_work
 from benchmarks.planned import planned, static_bytes, without_numbers
 from benchmarks.random_llama import TINY, id_tokenizer, random_llama
 from benchmarks.records import fill_file, markdown, new_result, where
+from benchmarks.run import about_cpu
 from benchmarks.start import Job
+from benchmarks.table import cpu_in_words
 from benchmarks.work import Size, given_responses
 from toolkit.costs import Lengths, counted_step, weight_bytes_of
 from toolkit.costs.devices import this_cpu
@@ -311,7 +313,7 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="page between whose markers the tables go")
     parser.add_argument("--only", choices=TABLES, help="the one table to make")
     args = parser.parse_args()
-    good = True
+    good, rates = True, cpu_in_words(about_cpu())
     for name, table in TABLES.items():
         if args.only not in (None, name):
             continue
@@ -322,7 +324,7 @@ def main() -> int:
             worst = max(worst, *map(abs, errors(ours, theirs).values()))
             print(" | ".join(rows[-1]), flush=True)
         if args.page is not None:
-            made = f"{markdown(table.columns, rows)}\n\n{where(new_result(name))}"
+            made = f"{markdown(table.columns, rows)}\n\n{where(new_result(name))} {rates}"
             fill_file(args.page, name, f"end of {name}", made)
         print(f"{name}: largest error {worst:.1%}")
         good = good and (table.limit is None or worst <= table.limit)

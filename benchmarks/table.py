@@ -151,7 +151,7 @@ def _growth(result: Mapping[str, Any]) -> str:
         columns += [f"{CONTENDERS[name].label(dtype)}: s (ms a token)", "peak GB"]
         columns += _OF_OURS if CONTENDERS[name].kind == "ours" else []
     rows = [_growth_cells(size, found, names) for size, found in sizes.items()]
-    about = f"{_about(result)} Medians of the rounds; speed is held to the fastest stock form."
+    about = f"{_about(result)} Medians of the rounds; speed is held to the stock form beside ours."
     by_size = {_growth_size(found): found["bars"] for found in sizes.values()}
     return "\n\n".join([about, markdown(columns, rows), bars_in_words(by_size, "growth", dtype)])
 
@@ -246,8 +246,11 @@ KINDS = tuple(_SECTIONS)
 
 
 def section(kind: str, *results: Mapping[str, Any]) -> str:
-    """What stands between a kind's markers in the docs."""
-    return "\n\n".join(map(_SECTIONS[kind], results)) or "No result yet."
+    """What stands between a kind's markers in the docs; the tables of machines are numbered, which the page names."""
+    texts = [*map(_SECTIONS[kind], results)]
+    if kind == "cpu":
+        texts = [f"**Table {number}.** {text}" for number, text in enumerate(texts, 1)]
+    return "\n\n".join(texts) or "No result yet."
 
 
 def _newest(kind: str, folder: Path) -> list[dict[str, Any]]:
