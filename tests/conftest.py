@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,16 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def garbage_is_left_to_python():
+    """transformers has accelerate collect it whenever a trainer begins, which walks all that the tests have made."""
+    from accelerate.utils import memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "gc", SimpleNamespace(collect=lambda: 0))
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import RandomSampler
 
-from toolkit.data import PlacedDataLoader, data_digest
+from toolkit.data import PlacedDataLoader, data_digest, parts_of, values_of
 
 ROWS = list(range(11))
 
@@ -101,3 +101,13 @@ def test_digest_is_of_the_content():
     for different in others:
         assert data_digest(different) != digest
     assert data_digest(one.shuffle(seed=1)) == data_digest(other.shuffle(seed=1))
+
+
+def test_a_column_is_read_some_rows_at_a_time_in_the_order_of_the_rows(monkeypatch):
+    monkeypatch.setattr("toolkit.data.rows._AT_ONCE", 4)
+    rows = Dataset.from_dict({"a": [[i] * (i % 3) for i in range(11)], "b": [*range(11)]})
+    for some in (rows, rows.shuffle(seed=1), rows.select([7, 2, 2]), rows.select([]), rows.with_format("torch")):
+        expected = [some.with_format(None)[i]["a"] for i in range(len(some))]
+        assert [*values_of(some, "a")] == expected and all(type(ids) is list for ids in values_of(some, "a"))
+        sizes = [len(part) for part in parts_of(some, "b")]
+        assert sum(sizes) == len(some) and all(size == 4 for size in sizes[:-1])

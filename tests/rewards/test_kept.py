@@ -44,6 +44,7 @@ def process():
     draws += (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     of_torch = torch.get_default_dtype(), torch.empty(0).device, torch.get_num_threads()
     of_torch += torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    of_torch += (torch._C._len_torch_function_stack(),)  # what each call of torch goes through
     return os.getcwd(), sys.stdout, of_torch, draws
 
 

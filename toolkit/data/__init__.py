@@ -20,6 +20,7 @@ from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Demonstrations, Prompts
 from toolkit.data.rated import RatedResponses, check_rated
 from toolkit.data.rollouts import Rollout, concatenate, select
+from toolkit.data.rows import parts_of, values_of
 from toolkit.data.rules import check_rules, instruction, keeps, share_kept
 from toolkit.data.sources import read_rows
 from toolkit.data.task import Kind, Task

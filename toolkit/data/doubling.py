@@ -24,6 +24,7 @@ STYLES = {"数字": "0123456789", "小写": "〇一二三四五六七八九", "�
 VOCABULARY = ["P", "S", "E", *"".join(STYLES.values()), *"数字大写小:=_x"]
 NO_PREFIX = "__"
 _IDS = {char: i for i, char in enumerate(VOCABULARY)}
+_WRITTEN = {style: str.maketrans("0123456789", digits) for style, digits in STYLES.items()}
 
 
 def question(number: int, prefix: str = NO_PREFIX) -> str:
@@ -33,7 +34,7 @@ def question(number: int, prefix: str = NO_PREFIX) -> str:
 
 def answer(number: int, style: str) -> str:
     """Twice `number`, written with the digits of `style`."""
-    return "".join(STYLES[style][int(digit)] for digit in str(2 * number))
+    return str(2 * number).translate(_WRITTEN[style])
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
@@ -82,7 +83,7 @@ class Doubling(Task):
 
     def _encode(self, text: str) -> list[int]:
         # Not by the tokenizer, which takes a second for every ten thousand questions.
-        return [_IDS[char] for char in text]
+        return [*map(_IDS.__getitem__, text)]
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """The last message as a question, which stands alone."""

@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from toolkit import processes
 from toolkit.checkpoints import step_of
-from toolkit.data import data_digest
+from toolkit.data import data_digest, values_of
 from toolkit.errors import Problem, RecipeError, ToolkitError, within
 from toolkit.inference.saved_run import not_here, policy_folder
 from toolkit.models import base_digest, load_weights, scores_for
@@ -104,12 +104,12 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
                 "data: these are not the prompts that the run held out: its data have changed since then, and it may "
             )
             return {"other_prompts": True}, [f"{told}have been trained on some of these."]
-        asked = build.rated_dataset(run)["prompt_ids"] if by == "q" else run.task.prompts("train")["input_ids"]
+        asked = (build.rated_dataset(run), "prompt_ids") if by == "q" else (run.task.prompts("train"), "input_ids")
     except ToolkitError as error:  # its data or its base may be gone
         return {}, [f"data: which of these are training prompts of the run is not known: {error}"]
-    prompts = recipe.task.prompts("test")["input_ids"]
-    trained = set(map(tuple, asked))
-    number = sum(tuple(ids) in trained for ids in prompts)
+    prompts = recipe.task.prompts("test")
+    trained = set(map(tuple, values_of(*asked)))
+    number = sum(tuple(ids) in trained for ids in values_of(prompts, "input_ids"))
     told = f"data: {number:,} of these {len(prompts):,} prompts are training prompts of the run's {by} stage."
     return {"trained_on": number}, [told]
 

@@ -56,6 +56,10 @@ def _set_products(precisions: list[Any]) -> None:
             one.fp32_precision = precision
 
 
+def _set_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)  # one that is set costs each call of torch time
+
+
 def _set_streams(streams: list[Any]) -> None:
     sys.stdout, sys.stderr = streams
 
@@ -63,7 +67,7 @@ def _set_streams(streams: list[Any]) -> None:
 _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the working folder": (_folder, _to_folder),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "torch's default device": (torch.get_default_device, _set_device),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's precision of products": (_products, _set_products),
     "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),

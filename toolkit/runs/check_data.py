@@ -9,7 +9,7 @@ from typing import Any
 
 from trl import pack_dataset
 
-from toolkit.data import Rollout, check_rated
+from toolkit.data import Rollout, check_rated, values_of
 from toolkit.errors import ConfigError, Problem, ToolkitError
 from toolkit.models import check_checkpointing
 from toolkit.runs import build
@@ -44,7 +44,7 @@ def counted_rows(dataset: Any, config: Any) -> Any:
 def longest_row(dataset: Any) -> int:
     """Tokens of the longest row in any column of ids."""
     columns = [name for name in ("input_ids", "chosen_ids", "rejected_ids") if name in dataset.column_names]
-    return max((len(row) for name in columns for row in dataset[name]), default=0)
+    return max((len(row) for name in columns for row in values_of(dataset, name)), default=0)
 
 
 def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from toolkit import phases, processes
-from toolkit.data import PromptCollator, RatedCollator
+from toolkit.data import PromptCollator, RatedCollator, values_of
 from toolkit.errors import DataError, RecipeError, ToolkitError
 from toolkit.models import (
     LENGTH_MULTIPLE,
@@ -138,10 +138,10 @@ def _lengths(dataset: Any) -> Iterator[tuple[int, int]]:
     if not isinstance(dataset, Dataset):  # a notebook may give others
         return
     if "seq_lengths" in dataset.column_names:  # of rows in which several are packed, each from position 0
-        yield from ((row, max(lengths)) for row, lengths in enumerate(dataset["seq_lengths"]))
+        yield from ((row, max(lengths)) for row, lengths in enumerate(values_of(dataset, "seq_lengths")))
         return
     for name in (one for one in ("input_ids", "chosen_ids", "rejected_ids") if one in dataset.column_names):
-        yield from ((row, len(ids)) for row, ids in enumerate(dataset[name]))
+        yield from ((row, len(ids)) for row, ids in enumerate(values_of(dataset, name)))
 
 
 class SamplingTrainer(RoleTrainer):

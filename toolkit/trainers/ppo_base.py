@@ -1,7 +1,7 @@
 """PPO's trainer without its loop: set-up, optimizer, saving; and what remains of TRL's trainer."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from toolkit import processes
 from toolkit.checkpoints import read_state
-from toolkit.data import PlacedDataLoader, PromptCollator
+from toolkit.data import PlacedDataLoader, PromptCollator, parts_of, values_of
 from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.rewards import Reward
@@ -58,15 +58,15 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
         for prompts in (train_dataset, eval_dataset):
             if args.max_length is not None and prompts is not None:
-                check_room(map(len, prompts["input_ids"]), args.max_length, args.min_response_length)
+                check_room(map(len, values_of(prompts, "input_ids")), args.max_length, args.min_response_length)
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, reward=reward, **named)
         for prompts in (train_dataset, eval_dataset):  # found when one is drawn, it would end a run for good
             if prompts is not None and len(prompts):
-                self._check_positions(prompts["input_ids"])
+                self._check_positions(prompts)
         self.saved_roles = roles.trained_roles
         if args.decoding["graphs"]:
             self_checks.check_device_records(roles.device)
-            self_checks.check_graphs(roles, args, max(map(len, train_dataset["input_ids"])))
+            self_checks.check_graphs(roles, args, max(map(len, values_of(train_dataset, "input_ids"))))
         if args.decoding["merged"]:  # before anything is sampled, and before the first copies of weights
             with self.compute_loss_context_manager():
                 self_checks.check_room_to_merge(roles)
@@ -95,9 +95,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     # ------------------------------------------------------------------ set-up and self-checks
 
-    def _check_positions(self, prompts: Sequence[Sequence[int]]) -> None:
+    def _check_positions(self, prompts: Dataset) -> None:
         """The base knows all prompts, and has positions for responses to them."""
-        room, fewest = min(self.rollouts.sampler().limits(prompts)), self.args.min_response_length
+        sampler, fewest = self.rollouts.sampler(), self.args.min_response_length
+        room = min(min(sampler.limits(some)) for some in parts_of(prompts, "input_ids"))
         if room < fewest:
             wrong = f"the positions of the base leave room for {room} tokens after the longest prompt, which is less."
             remedy = f"Shorten the prompts by {fewest - room} tokens, or lower it."

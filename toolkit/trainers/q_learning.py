@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from toolkit import functional as F
 from toolkit import models
-from toolkit.data import RatedCollator, Rollout, check_rated
+from toolkit.data import RatedCollator, Rollout, check_rated, values_of
 from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.rewards import score_with, total_scores
 from toolkit.sampling import BestOf, Rows
@@ -166,7 +166,8 @@ def _check_bound(roles: models.SharedBase, args: QConfig) -> None:
 def _check_positions(dataset: Dataset, roles: models.SharedBase) -> None:
     """Rows fit into the base, which would end in the middle of training at one that does not."""
     positions, whose = roles.positions
-    for row, (prompt, response) in enumerate(zip(dataset["prompt_ids"], dataset["response_ids"], strict=True)):
+    sides = values_of(dataset, "prompt_ids"), values_of(dataset, "response_ids")
+    for row, (prompt, response) in enumerate(zip(*sides, strict=True)):
         if positions is not None and (tokens := len(prompt) + len(response)) > positions:
             wrong = f"row {row} of the rated responses has {tokens} tokens, and {whose} has positions for {positions}."
             raise DataError(wrong, remedy="Limit max_prompt_length and max_response_length of q_data.")
@@ -176,7 +177,7 @@ def check_returns(dataset: Dataset, args: QConfig) -> None:
     """What any response of the data still gets from any token on lies between the lowest and the highest return: else a
     conservative term would draw unseen tokens above worse ones that were seen, and a bound could not reach it."""
     lowest, highest = float("inf"), float("-inf")
-    for rewards in dataset["rewards"]:
+    for rewards in values_of(dataset, "rewards"):
         following = 0.0
         for reward in reversed(rewards):
             if reward is not None:
