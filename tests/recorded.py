@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-_ASKING = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default}
-_ASKING.add(_aten._grouped_mm.default)  # torch's kernel for all cards but Hopper and B200 (pytorch#169970)
+ASKING = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default}
+ASKING.add(_aten._grouped_mm.default)  # torch's kernel for all cards but Hopper and B200 (pytorch#169970)
 
 
 class Graph:
@@ -45,7 +45,7 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         indices = [x for x in args[1] if x is not None] if func is _aten.index.Tensor else []
-        if func in _ASKING or any(x.dtype is torch.bool for x in indices):
+        if func in ASKING or any(x.dtype is torch.bool for x in indices):
             raise RuntimeError("operation not permitted when stream is capturing")
         made = func(*args, **kwargs)
         held = {_storage(tensor) for tensor in given}

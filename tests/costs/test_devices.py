@@ -55,7 +55,7 @@ def test_weights_that_are_unpacked_are_written_and_read():
     few, many = (Kernel(2.0 * rows * 4096 * 4096, packed, torch.bfloat16, (rows, 4096, 4096)) for rows in (8, 1000))
     assert card.moved(few) == packed and card.moved(many) == packed + 2 * 2 * 4096 * 4096
     assert card.moved(few, merged=True) == 2 * (4096 * 4096 + 8 * (4096 + 4096))
-    other = replace(few, dtype=torch.float32, packed=(16, 4096 * 8, 4096))  # of which no matrix unit multiplies
+    other = replace(few, dtype=torch.float32, packed=(8, 4096 * 8, 4096))  # of which no matrix unit multiplies
     assert card.moved(other) > packed == card.moved(replace(other, dtype=torch.bfloat16))
     assert card.moved(SimpleNamespace(packed=None, bytes=7.0)) == 7.0
     costs = Costs()

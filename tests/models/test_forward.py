@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import tiny_model as tiny_architecture
+from tests.recorded import ASKING
 from tests.tiny_models import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.data import pad_rows
@@ -49,6 +51,35 @@ def test_one_pass_for_a_shared_value_gives_what_two_give():
         logprobs, values, *_ = read_policy(base, sequences)
         torch.testing.assert_close(logprobs, response_logprobs(base, sequences), **EXACT)
         torch.testing.assert_close(values, response_values(base, sequences), **EXACT)
+
+
+class Asked(TorchDispatchMode):
+    """Notes the operators for which the host waits until a card has an answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        asking = {*ASKING, torch.ops.aten.masked_scatter_backward.default}
+        indices = args[1] if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put) else ()
+        if func in asking or any(x is not None and x.dtype is torch.bool for x in indices):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"entropy": True}, {"ref_kl": True}])
+def test_a_card_is_asked_for_nothing_between_a_pass_and_the_end_of_its_gradient(settings):
+    """Else it would stand idle until Python has launched what follows. (transformers asks before its first layer.)"""
+    base = shared_base(value="shared")
+    base.causal_lm.model.layers[0].register_forward_hook(lambda *_: asked.names.clear())
+    sequences = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
+    with Asked() as asked, base.role("policy"):
+        assert sequences.response_places[0].tolist() == [0] * 3 + [1] * 6 and len(asked.names) > 0
+        reading = read_policy(base, sequences, **settings)
+        sum(x.sum() for x in reading if x is not None).backward()
+    assert asked.names == []
+    assert base.parameters_of("policy")[0].grad is not None
 
 
 def test_no_logits_for_prompt_positions():

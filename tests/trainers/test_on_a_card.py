@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from functools import cached_property
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from tests.trainers.helpers import trainer
 from toolkit.errors import RewardError
 from toolkit.functional import inverse_cdf
 from toolkit.models import Sequences
-from toolkit.models import forward as forward_module
 from toolkit.models.graphs import RecordedPass
 from toolkit.rewards import adapter
 from toolkit.sampling.sampler import Sampler, _Sampled
@@ -124,7 +124,7 @@ def test_tokens_are_drawn_without_a_running_sum_where_a_card_is_to_be_determinis
 def without(function, text):
     """A function with a part of its source left out."""
     function = inspect.unwrap(function)
-    source = textwrap.dedent(inspect.getsource(function)).removeprefix("@property\n")
+    source = textwrap.dedent(inspect.getsource(function)).removeprefix("@cached_property\n")
     assert source.count(text) >= 1, f"{function} has no {text!r} any more"
     made = {}
     exec(source.replace(text, ""), function.__globals__, made)
@@ -139,7 +139,7 @@ MUTANTS = [
     (Experience, "of", ".to(mask.device)"),
     (RoleRollouts, "sequences", ", device=self.roles.device"),
     (adapter, "read_sequences", ".to(base.device)"),
-    (forward_module, "scatter", ", device=values.device"),
+    (Sequences, "of_responses", ", device=values.device"),
     (Sequences, "_response_steps", ", device=self.input_ids.device"),
 ]
 
@@ -152,9 +152,9 @@ def test_what_is_left_on_the_cpu_is_noticed(owner, name, part, tmp_path, monkeyp
     made.roles.stop_token_ids = lambda tokenizer: list(range(2, 12))  # so that rows leave
     batch = next(iter(made.dataloader))
     function = inspect.getattr_static(owner, name)
-    inner = function.fget if isinstance(function, property) else function
-    mutant = without(inner, part)
-    monkeypatch.setattr(owner, name, property(mutant) if isinstance(function, property) else mutant)
+    asked = isinstance(function, cached_property)
+    mutant = without(function.func if asked else function, part)
+    monkeypatch.setattr(owner, name, property(mutant) if asked else mutant)
     with a_card(), graphs_without_a_card(), pytest.raises((RuntimeError, RewardError), match="same device"):
         put_on_card(made.roles)
         responses = made.generate(batch)

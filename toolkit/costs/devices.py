@@ -31,7 +31,8 @@ class Device:
         bandwidth: bytes a second.
         peak: operations a second of dense matmuls, by dtype.
         operator: seconds that Python, torch and the launch need for an operator, whatever its size.
-        context: bytes that the driver, its libraries and their workspaces take; no allocator counts them.
+        context: bytes that the driver and its libraries take, which no allocator counts; and, of those that it does,
+            cuBLAS's workspaces (32 MiB for a stream on Hopper).
         reached: shares of peak and bandwidth that large operators reach.
         graphs: whether launches can be recorded and played back.
         products: bytes a second of matmuls of few rows, where they stay below the bandwidth; None where they reach it.
@@ -73,7 +74,7 @@ class Device:
             return 2.0 * (outputs * inputs + rows * (outputs + inputs))
         # In other precisions than those of its matrix units a card does it for the fewest rows alone.
         half = torch.float16 if self.capability == (7, 5) else torch.bfloat16
-        most = self.packed_rows(outputs, inputs) if kernel.dtype in (half, torch.float16) else _FEW
+        most = self.packed_rows(outputs, inputs) if kernel.dtype in (half, torch.float16) else _IN_OTHER_PRECISIONS
         is_unpacked = rows > most  # to be written and read
         return kernel.bytes + is_unpacked * 2.0 * outputs * inputs * kernel.dtype.itemsize
 
@@ -114,10 +115,11 @@ _PACKED: dict[tuple[int, int], tuple[tuple[float, int, bool], ...]] = {
     (8, 0): ((3, 128, False), (1, 48, False)),
     (8, 6): ((1, 128, False), (0.5, 64, False), (0, 16, False)),
     (8, 9): ((3, 256, False), (0.8, 128, False), (0.5, 64, True)),
-    (9, 0): ((3, 64, False), (2, 48, False), (1, 32, False), (0.5, 16, False)),
+    (9, 0): ((3, 64, False), (2, 48, False), (1, 32, False), (0.5, 16, False), (0, 7, False)),
     (12, 0): ((3, 256, False), (2, 128, False), (0.75, 64, False)),
 }
 _FEW = 8
+_IN_OTHER_PRECISIONS = 7
 
 
 def _card(

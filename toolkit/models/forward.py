@@ -14,11 +14,6 @@ from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
 
 
-def scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """(N,) values of the True entries of `mask` (B, T) to (B, T), 0 elsewhere."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
-
-
 def hidden_states_of(base: SharedBase, sequences: Sequences, *, of_value: bool = False) -> Tensor:
     """(B, L, H), or (1, L, H) of packed rows, of the base or of what the value head stands on; where there is padding
     they mean nothing."""
@@ -48,13 +43,13 @@ def response_logprobs(
     tokens, states = sequences.response_tokens, states_before_tokens(base, sequences)
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
     logprobs = token_logprobs(states, base.logits, tokens, frozen_head=_keeps_gradient(base, states), **settings)
-    return scatter(logprobs, sequences.response_mask)
+    return sequences.of_responses(logprobs)
 
 
 def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
     """The value head's estimate before each response token, in the role "value": float32 (B, T), 0 outside the mask."""
     states = states_before_tokens(base, sequences, of_value=True)
-    return scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
+    return sequences.of_responses(base.head("value")(states).squeeze(-1))
 
 
 def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
@@ -113,8 +108,7 @@ def read_policy(
         temperature: that the responses were sampled with.
         chunk_size: response tokens for which logits exist at a time.
     """
-    mask, tokens = sequences.response_mask, sequences.response_tokens
-    states = states_before_tokens(base, sequences)
+    tokens, states = sequences.response_tokens, states_before_tokens(base, sequences)
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
     values = base.head("value")(states).squeeze(-1) if base.shares_value else None
     kl = ref_logprobs = entropies = None
@@ -127,8 +121,8 @@ def read_policy(
         logprobs, entropies = token_logprobs_and_entropy(states, base.logits, tokens, **settings)
     elif not ref_kl:
         logprobs = token_logprobs(states, base.logits, tokens, frozen_head=_keeps_gradient(base, states), **settings)
-    optional = (None if x is None else scatter(x, mask) for x in (values, entropies, kl, ref_logprobs))
-    return PolicyReading(scatter(logprobs, mask), *optional)
+    optional = (None if x is None else sequences.of_responses(x) for x in (values, entropies, kl, ref_logprobs))
+    return PolicyReading(sequences.of_responses(logprobs), *optional)
 
 
 def sequence_logits(

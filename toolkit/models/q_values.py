@@ -17,7 +17,7 @@ from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
 from toolkit.functional.logprobs import in_chunks
 from toolkit.models.caches import CACHE
 from toolkit.models.decoding import RowProcessor, positions_of
-from toolkit.models.forward import after_responses, hidden_states_of, response_logprobs, scatter, states_before_tokens
+from toolkit.models.forward import after_responses, hidden_states_of, response_logprobs, states_before_tokens
 from toolkit.models.heads import QBound
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
@@ -56,10 +56,10 @@ class ResponseQ(NamedTuple):
 
 def response_q(base: SharedBase, sequences: Sequences, *, lowest: float = 0.0, chunk_size: int = 128) -> ResponseQ:
     """What `toolkit.functional.token_q_values` gives of responses, with gradient. Call it and `backward` in "q"."""
-    mask, tokens = sequences.response_mask, sequences.response_tokens
-    states, q_of = states_before_tokens(base, sequences), partial(_q_of_states, base, "q")
+    tokens, q_of = sequences.response_tokens, partial(_q_of_states, base, "q")
+    states = states_before_tokens(base, sequences)
     read = token_q_values(states, q_of, tokens, lowest=lowest, chunk_size=chunk_size)
-    return ResponseQ(*(scatter(x, mask) for x in read))
+    return ResponseQ(*map(sequences.of_responses, read))
 
 
 class StateValues(NamedTuple):
@@ -77,7 +77,7 @@ def response_state_values(base: SharedBase, sequences: Sequences, *, chunk_size:
         before = hidden[places]
         states = torch.cat([before, after_responses(hidden, sequences)])
         best = best_q_values(states, partial(_q_of_states, base, "q_target"), chunk_size=chunk_size)
-    return StateValues(scatter(best[: len(before)], sequences.response_mask), best[len(before) :])
+    return StateValues(sequences.of_responses(best[: len(before)]), best[len(before) :])
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def response_log_ratios(
         temperature: τ of π ∝ π_ref · exp(Q/τ); None for the deterministic π that takes the largest Q, whose
             log-probability is 0.
     """
-    mask, tokens = sequences.response_mask, sequences.response_tokens
+    tokens = sequences.response_tokens
     with base.in_eval_mode():
         if temperature is None:
             with base.role("reference"):
@@ -108,7 +108,8 @@ def response_log_ratios(
             logprobs = q_policy_logprobs(_q_of_states(base, "q", q_states), ref, temperature=temperature)
             return (logprobs - ref).gather(1, tokens.unsqueeze(1)).squeeze(1)
 
-        return scatter(in_chunks(of_chunk, states["q"], states["reference"], tokens, chunk_size=chunk_size), mask)
+        read = in_chunks(of_chunk, states["q"], states["reference"], tokens, chunk_size=chunk_size)
+        return sequences.of_responses(read)
 
 
 class LargestQ(RowProcessor):

@@ -145,24 +145,41 @@ class Sequences:
             torch.minimum(self.prompt_lengths[:, None] + self._response_steps, self.lengths[:, None] - 1)
         )
 
-    @property
+    @cached_property
     def _response_steps(self) -> Tensor:
         return torch.arange(int(self.response_lengths.max()), device=self.input_ids.device)
 
     @cached_property
-    def predicting(self) -> tuple[Tensor, Tensor]:
-        """int64 (N,) twice, the line and the place of the token from whose state each real response token is
-        predicted, a row after the other.
+    def response_places(self) -> tuple[Tensor, Tensor]:
+        """int64 (N,) twice, the row and the number in its response of each real response token, a row after the other.
 
         How many there are a card has to be asked: whoever needs this asks before a pass, not behind it.
         """
-        mask = self.response_mask
-        return self.lines[:, None].expand_as(mask)[mask], self.response_positions[mask] - 1
+        rows, steps = self.response_mask.nonzero(as_tuple=True)
+        return rows, steps
+
+    @cached_property
+    def _response_tokens_at(self) -> tuple[Tensor, Tensor]:
+        """int64 (N,) twice, the line of each real response token and its place there."""
+        return self.lines[self.response_places[0]], self.response_positions[self.response_places]
+
+    @property
+    def predicting(self) -> tuple[Tensor, Tensor]:
+        """int64 (N,) twice, the line and the place of the token from whose state each real response token is
+        predicted, a row after the other; to be asked for as `response_places`."""
+        lines, places = self._response_tokens_at
+        return lines, places - 1
 
     @cached_property
     def response_tokens(self) -> Tensor:
         """int64 (N,), the real tokens of all responses, a row after the other."""
-        return self.input_ids[self.lines[:, None], self.response_positions][self.response_mask]
+        return self.input_ids[self._response_tokens_at]
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """Values (N,) of the real response tokens as (B, T), 0 outside `response_mask`; the gradient is a lookup, for
+        which a card is asked nothing."""
+        whole = torch.zeros(self.response_mask.shape, dtype=values.dtype, device=values.device)
+        return whole.index_put(self.response_places, values)
 
 
 def _common_length(prompt_ids: Sequence[Sequence[int]]) -> int:
