@@ -45,7 +45,7 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         indices = [x for x in args[1] if x is not None] if func is _aten.index.Tensor else []
-        if func in ASKING or any(x.dtype is torch.bool for x in indices):
+        if func in ASKING or any(x.dtype is torch.bool for x in indices) or _comes_from_elsewhere(func, args, kwargs):
             raise RuntimeError("operation not permitted when stream is capturing")
         made = func(*args, **kwargs)
         held = {_storage(tensor) for tensor in given}
@@ -59,6 +59,15 @@ class _Recording(TorchDispatchMode):
         for *_, results in self.graph.operators:
             for result in results:
                 result.fill_(float("nan") if result.is_floating_point() else 0)
+
+
+def _comes_from_elsewhere(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether numbers are copied from one device to another: from memory that is not pinned a graph forbids that."""
+    if func is _aten.copy_.default:
+        return bool(args[0].device != args[1].device)
+    if func is _aten._to_copy.default:
+        return bool(kwargs.get("device") not in (None, args[0].device))
+    return func is _aten.index.Tensor and any(x is not None and x.device != args[0].device for x in args[1])
 
 
 def _storage(tensor: Tensor) -> Any:

@@ -41,6 +41,26 @@ def test_the_card_that_is_not_there_raises_as_a_real_one_does():
                 mixed()
 
 
+def test_a_recording_that_copies_from_the_cpu_is_refused():
+    """A graph would hold where the numbers were."""
+    with a_card(), graphs_without_a_card():
+        there = torch.ones(3, device=CARD)
+        copies = (
+            lambda: there + torch.tensor([1.0, 2.0, 3.0], device=there.device),
+            lambda: there.copy_(torch.ones(3)),
+            lambda: there[torch.tensor([0])],
+        )
+        for copied in copies:
+            with (
+                pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
+                torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+            ):
+                copied()
+            copied()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            assert (there.double() + there.to(CARD)).device == there.copy_(there + 1).device == CARD
+
+
 PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
 
 
