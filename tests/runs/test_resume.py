@@ -631,6 +631,7 @@ def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
     done = ended(process, tmp_path)
     said = done.stderr
     assert done.returncode == 128 + number, said
-    assert f"sft stopped by {number.name} after step" in said and "everything is saved in" in said
+    # Without a terminal the command passes Ctrl-C on as SIGTERM, which may come to the stage before Ctrl-C itself.
+    assert re.search(rf"sft stopped by ({number.name}|SIGTERM) after step", said) and "everything is saved in" in said
     assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
     assert said.count("To go on") == 1 and "Traceback" not in said and "Warning" not in said
