@@ -1,4 +1,4 @@
-"""The contenders: ours in four forms, stock TRL 1.12 in the two forms that its interface allows, and stock TRL on ours.
+"""The contenders: ours in four forms, stock TRL 1.12 in the forms that its interface allows, and stock TRL on ours.
 
 AgileRL's, which has no reward role, runs in `agile`, and beside it ours without that role.
 
@@ -16,6 +16,7 @@ from peft import get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     PreTrainedModel,
 )
 
@@ -119,8 +120,12 @@ def add_roles(base: SharedBase, value: str, *, rewarded: bool = True) -> SharedB
     return base
 
 
+def _quantization(job: Job, *, quantised: bool) -> BitsAndBytesConfig | None:
+    return nf4(job.dtype) if quantised else None
+
+
 def _roles(job: Job, value: str, *, quantised: bool, rewarded: bool = True) -> SharedBase:
-    quantization = nf4(job.dtype) if quantised else None
+    quantization = _quantization(job, quantised=quantised)
     base = SharedBase(load_base(job.model, quantization=quantization, dtype=job.dtype))
     return add_roles(base, value, rewarded=rewarded)
 
@@ -159,8 +164,10 @@ def build_views(job: Job) -> Built:
 # ---------------------------------------------------------------------- stock TRL
 
 
-def _classifier(job: Job, role: str, *, adapter: bool) -> PreTrainedModel:
-    model = AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=1, dtype=job.dtype)
+def _classifier(job: Job, role: str, *, adapter: bool, quantised: bool) -> PreTrainedModel:
+    model = AutoModelForSequenceClassification.from_pretrained(
+        job.model, num_labels=1, dtype=job.dtype, quantization_config=_quantization(job, quantised=quantised)
+    )
     wrapped = get_peft_model(model, lora("SEQ_CLS"))
     seed_adapter(wrapped.named_parameters(), role, moved=MOVED)
     # TRL reads `base_model_prefix` and `score`, which the model has and its PEFT wrapper has not.
@@ -171,23 +178,28 @@ def _classifier(job: Job, role: str, *, adapter: bool) -> PreTrainedModel:
     return model
 
 
-def build_stock(job: Job, *, adapters: bool) -> Built:
+def build_stock(job: Job, *, adapters: bool, quantised: bool) -> Built:
     """TRL's PPOTrainer as its users have it, on a base for each model.
 
     Args:
         job: what it is built for.
         adapters: whether value and reward are PEFT models like the policy, or whole ones.
+        quantised: whether each base is in NF4, which whole models that are trained cannot be.
     """
     from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer  # not above: `gpu` reads this module beside later TRL
 
     dataset = prompts(job.work)
-    value = _classifier(job, "value", adapter=adapters)
+    # By `bf16` TRL makes a 4-bit model's norms float32, for an autocast that its loop never opens: no pass would run.
+    settings = {"bf16": False} if quantised else {}
+    value = _classifier(job, "value", adapter=adapters, quantised=quantised)
     trainer = TRLPPOTrainer(
-        args=trl_config(ppo_config(job), len(dataset)),
+        args=trl_config(ppo_config(job, **settings), len(dataset)),
         processing_class=job.tokenizer,
-        model=AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype),
+        model=AutoModelForCausalLM.from_pretrained(
+            job.model, dtype=job.dtype, quantization_config=_quantization(job, quantised=quantised)
+        ),
         ref_model=None,  # the policy with its adapter off
-        reward_model=_classifier(job, "reward", adapter=adapters),
+        reward_model=_classifier(job, "reward", adapter=adapters, quantised=quantised),
         value_model=value,
         train_dataset=dataset,
         eval_dataset=dataset,  # never read, but None has no length
@@ -206,8 +218,9 @@ def _ours(value: str, *, quantised: bool, rewarded: bool = True) -> Contender:
     return Contender(name, "ours", value, quantised, build, rewarded)
 
 
-def _stock(about: str, *, adapters: bool) -> Contender:
-    return Contender(f"stock TRL, {about}", "stock", "separate", False, partial(build_stock, adapters=adapters))
+def _stock(about: str, *, adapters: bool, quantised: bool = False) -> Contender:
+    build = partial(build_stock, adapters=adapters, quantised=quantised)
+    return Contender(f"stock TRL, {about}", "stock", "separate", quantised, build)
 
 
 def _elsewhere(job: Job) -> Built:
@@ -225,6 +238,7 @@ CONTENDERS = {
     "ours-shared-nf4": _ours("shared", quantised=True),
     "stock-full": _stock("whole value and reward models", adapters=False),
     "stock-peft": _stock("three PEFT models", adapters=True),
+    "stock-peft-nf4": _stock("three PEFT models", adapters=True, quantised=True),
     "stock-views": Contender("stock TRL on our shared base", "views", "separate", False, build_views),
     "ours-separate-unscored": _ours("separate", quantised=False, rewarded=False),
     "ours-shared-unscored": _ours("shared", quantised=False, rewarded=False),

@@ -16,10 +16,10 @@ def one_round(slow=1.0, *, agilerl=False):
     """Round figures; `slow` stretches what is not ours, `agilerl` adds the contenders without a reward role."""
     totals = {
         "ours-separate": 20, "ours-shared": 12, "ours-separate-nf4": 30, "ours-shared-nf4": 15,
-        "stock-full": 20 * slow, "stock-peft": 25 * slow, "stock-views": 10 * slow,
+        "stock-full": 20 * slow, "stock-peft": 25 * slow, "stock-peft-nf4": 35 * slow, "stock-views": 10 * slow,
     }  # fmt: skip
     memory = {"ours-separate": 2.2, "ours-shared": 2.4, "ours-separate-nf4": 2.0, "ours-shared-nf4": 2.5,
-              "stock-full": 4.0, "stock-peft": 5.0, "stock-views": 3.0}  # fmt: skip
+              "stock-full": 4.0, "stock-peft": 5.0, "stock-peft-nf4": 4.5, "stock-views": 3.0}  # fmt: skip
     if agilerl:
         totals |= {"ours-separate-unscored": 16, "ours-shared-unscored": 10, "ours-separate-unscored-nf4": 20,
                    "ours-shared-unscored-nf4": 12, "agilerl": 40, "agilerl-nf4": 80}  # fmt: skip
