@@ -156,7 +156,7 @@ def test_every_fault_of_trl_has_a_row_and_its_tests_exist():
     assert len(named_tests("trl_faults.md")) > 30
     text = (REPOSITORY / "docs" / "trl_faults.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| F(\d+) \| (.+?) \| (.+?) \| (.+?) \|$", text, flags=re.MULTILINE)
-    assert [int(number) for number, *_ in rows] == list(range(1, 34))
+    assert sorted(int(number) for number, *_ in rows) == list(range(1, 35))
     for number, _, ours, held in rows:
         ways = ("Not inherited", "Does not apply", "Deliberate", "In part")
         assert ours.startswith(ways) and ("`tests/" in held or not ours.startswith("Not inherited")), number
