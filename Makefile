@@ -16,7 +16,7 @@
 # make test CPU=plain | avx2                 the tests as on a CPU without vector instructions, or with AVX2 at most
 # make smoke                                 a few tests with the packages of the newest set that differ, as CI runs them
 # make test-gpu                              what only a GPU can show: float16, CUDA graphs
-# make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
+# make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (half an hour and more)
 # make bench-apart MODEL=/path/to/SmolLM2-135M-Instruct   with prompts that begin with nothing in common
 # make bench-slice MODEL=/path/to/SmolLM2-135M-Instruct   on two layers of Llama-3.1-8B's width (15 GB)
 # make bench-growth MODEL=/path/to/SmolLM2-135M-Instruct  up to 1,024 new tokens, and 64 rollouts

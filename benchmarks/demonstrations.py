@@ -37,7 +37,17 @@ from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from benchmarks.records import DOCS, RESULTS, add_result, chip_and_day, fill_file, markdown, new_result, save_figure
+from benchmarks.records import (
+    DOCS,
+    RESULTS,
+    add_result,
+    chip_and_day,
+    fill_file,
+    folded,
+    markdown,
+    new_result,
+    save_figure,
+)
 from toolkit import recipes
 from toolkit.data.instructions import COMPOSITIONS
 from toolkit.functional import best_of_kl_bound, expected_best, wilson_interval
@@ -644,7 +654,7 @@ def _critic_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     tables = {"held out": (heads, ends), "value loss in updates": (tens, losses)}
     tables |= {"of four responses an update: apologise / are empty": (fives, said)}
     drawn = [markdown([name, *columns], rows) for name, (columns, rows) in tables.items()]
-    return "\n\n".join([*drawn, "\n".join(told)])
+    return "\n\n".join([*drawn, folded("The warnings", "\n".join(told))])
 
 
 def _means(points: Sequence[Sequence[float]], each: int) -> list[float]:

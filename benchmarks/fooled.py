@@ -42,6 +42,7 @@ from benchmarks.records import (
     DOCS,
     RESULTS,
     fill_file,
+    folded,
     markdown,
     new_result,
     newest,
@@ -421,7 +422,6 @@ def _table(result: Mapping[str, Any]) -> str:
     tables = [
         markdown([f"held-out prompts, {ends}", *(f"seed {seed}" for seed in seeds)], rows),
         markdown(["gain, prompt by prompt", *(f"seed {seed}" for seed in seeds), "all (95 %)"], gains) if gains else "",
-        markdown(columns, points),
     ]
     told = [
         f"- seed {seed}, update {warning['step']}, `{warning['name']}`: {warning['text']}"
@@ -431,7 +431,8 @@ def _table(result: Mapping[str, Any]) -> str:
     rewards = ", ".join(f"{one['accuracy']:.2f}" for one in seeds.values())
     judges = " and ".join(f"{accuracy:.2f}" for accuracy in result["judges"].values())
     accuracy = f"Accuracy on held-out pairs: {rewards} of the rewards, {judges} of the judge and the third."
-    return "\n\n".join(filter(None, [*tables, "\n".join(told), accuracy]))
+    way = folded("On the way, and the warnings", markdown(columns, points), "\n".join(told))
+    return "\n\n".join(filter(None, [*tables, way, accuracy]))
 
 
 def _gains(policies: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Iterator[str]:
@@ -476,7 +477,7 @@ def _samples(name: str, seeds: Mapping[str, Any]) -> str:
         rows.append([str(number), *map(cell_of, pair[::-1] if swapped else pair)])
         key.append(f"{number} {'A' if swapped else 'B'}")
     which = "of the end" if other == "last" else "after PPO"
-    told = f"<details><summary>Which is the one {which}</summary>\n\n{', '.join(key)}\n</details>"
+    told = folded(f"Which is the one {which}", ", ".join(key))
     return f"{markdown(['', 'A', 'B'], rows, texts=True)}\n\n{told}"
 
 

@@ -87,6 +87,12 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, texts: bo
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def folded(summary: str, *parts: str) -> str:
+    """What a page shows when a reader asks for it; nothing where there is none."""
+    text = "\n\n".join(filter(None, parts))
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>" if text else ""
+
+
 def fill(page: str, begin: str, end: str, text: str) -> str:
     """A page with another text between two markers.
 

@@ -10,11 +10,24 @@ from tests.test_versions import pins
 from tests.tiny_runs import REPOSITORY
 
 TARGETS = ("sft", "reward", "ppo", "collect", "q", "show", "validate", "plan", "chat", "generate", "eval", "judge")
-TARGETS += ("export", "recipes", "test", "smoke", "bench", "bench-apart", "bench-agilerl", "bench-gpu")
+TARGETS += (
+    "export",
+    "recipes",
+    "test",
+    "smoke",
+    "bench",
+    "bench-apart",
+    "bench-slice",
+    "bench-growth",
+    "bench-agilerl",
+    "bench-gpu",
+)
 NEEDED = {
     "export": ("OUTPUT=folder",),
     "bench": ("MODEL=model",),
     "bench-apart": ("MODEL=model",),
+    "bench-slice": ("MODEL=model",),
+    "bench-growth": ("MODEL=model",),
     "bench-agilerl": ("MODEL=model", "AGILERL=environment"),
 }
 BECOMES = {"OVERWRITE": "--overwrite", "RESUME": "--resume", "MERGE": "--merge", "CPU": "ATEN_CPU_CAPABILITY"}

@@ -35,7 +35,7 @@ here.__enter__()
 @pytest.fixture(scope="module")
 def kernel():
     """One for all notebooks, since most of its time it would import the toolkit."""
-    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
+    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3", shutdown_kernel="immediate")
     with client.setup_kernel():
         yield client.km
 

@@ -1,5 +1,7 @@
 """Tiny models, built in memory: no test needs a hub."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,20 @@ def in_nf4(folder: Path, dtype: str = "float32", **settings: Any) -> PreTrainedM
     return load_base(str(folder), dtype=dtype, quantization=quantization, **settings)
 
 
+_MADE: dict[Any, tuple[SharedBase, torch.Tensor]] = {}
+
+
+def made_once(name: Any, make: Callable[[], SharedBase]) -> SharedBase:
+    """A base that is made once in a process and copied for each who asks: to try one takes longer. torch's random state
+    is then as making it leaves it, by seeds of its own."""
+    key = name, torch.get_default_device()
+    if key not in _MADE:
+        _MADE[key] = make(), torch.get_rng_state()
+    made, state = _MADE[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(made)
+
+
 def shared_base(
     model: PreTrainedModel | None = None,
     *,
@@ -107,8 +123,11 @@ def shared_base(
     architecture: str = "llama",
     fresh: bool = False,
 ) -> SharedBase:
-    """All four roles on a tiny model, with non-zero weights unless `fresh`."""
-    base = SharedBase(model or tiny_model(architecture))
+    """All four roles on a tiny model, with non-zero weights unless `fresh`. Without a model it is `made_once`."""
+    if model is None:
+        settings = {"value": value, "labels": labels, "fresh": fresh}
+        return made_once((architecture, *settings.values()), lambda: shared_base(tiny_model(architecture), **settings))
+    base = SharedBase(model)
     base.add_role("policy", lora())
     base.add_role("reference")
     base.add_role("value", lora() if value == "separate" else None)

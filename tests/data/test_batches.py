@@ -32,7 +32,7 @@ def drawn(batches, number):
 def test_a_resumed_loader_draws_what_is_left(replacement, workers):
     whole = drawn(loader(replacement, workers), 8)  # passes of 3 batches
     assert len({tuple(batch) for batch, _ in whole}) > 4
-    for at in (1, 2, 3, 4, 6):
+    for at in (2, 4) if workers else (1, 2, 3, 4, 6):  # each starts them anew
         again = loader(replacement, workers)
         again.load_state_dict(whole[at - 1][1])
         assert [batch for batch, _ in drawn(again, 8 - at)] == [batch for batch, _ in whole[at:]], at

@@ -70,9 +70,9 @@ def test_what_is_asked_for_otherwise_is_told_and_what_would_have_no_effect_refus
     assert read & own <= Rollouts.reads <= read
     monkeypatch.chdir(folder)
     with pytest.raises(RecipeError) as raised:
-        measured(open_run("chat", "ppo.learning_rate=1", "ppo.temperature=0.5", "seed=3"))
-    (problem,) = raised.value.problems
-    assert (problem.field, problem.wrong[:20]) == ("ppo.learning_rate", "would have no effect")
+        measured(open_run("chat", "ppo.learning_rate=1", "ppo.temperature=0.5", "seed=3", "adapters.policy.r=64"))
+    told = {problem.field: problem.wrong[:20] for problem in raised.value.problems}
+    assert told == dict.fromkeys(("ppo.learning_rate", "adapters.policy.r"), "would have no effect")
 
 
 def test_it_is_measured_by_one_process_at_a_time(trained):
@@ -171,6 +171,21 @@ def test_a_run_whose_data_are_gone_is_told_of(trained, tmp_path):
     found, (said,) = trained_on(open_run("chat", f"data.train={PAIRS}", runs_dir=tmp_path / "runs"))
     assert found == {} and "gone.jsonl: there is no such file" in said
     assert said.startswith("data: which of these are training prompts of the run is not known: ")
+
+
+def test_other_held_out_prompts_need_no_training_data(trained, tmp_path, monkeypatch, capsys):
+    folder, recipe = trained
+    monkeypatch.chdir(folder)
+    shutil.copytree(recipe.folder, tmp_path / "runs" / "chat")
+    path = tmp_path / "runs" / "chat" / "recipe.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["data"]["train"] = str(tmp_path / "gone.jsonl")
+    path.write_text(yaml.safe_dump(values))
+    (other := tmp_path / "other.jsonl").write_text("".join(PAIRS.read_text().splitlines(True)[:3]))
+    result = evaluate(open_run("chat", f"data.validation={other}", runs_dir=tmp_path / "runs"))
+    assert result["changed"] == {"data.validation": str(other)} and "trained_on" not in result
+    said = capsys.readouterr().out
+    assert "data: validation: " in said and "is not known: " in said and "gone.jsonl" in said
 
 
 def test_nothing_measured_is_lost_where_the_run_s_own_base_is_not_here(trained, tmp_path):

@@ -36,7 +36,7 @@ def test_a_run_is_opened_by_name_or_folder(trained):
         open_run("chatt", runs_dir=folder / "runs")
     with pytest.raises(RecipeError, match="ppo: its settings are needed where the run is used"):
         open_run("chat", "ppo=null", runs_dir=folder / "runs")
-    with pytest.raises(RecipeError, match="There is none yet: make ppo trains one."):
+    with pytest.raises(RecipeError, match="That folder does not exist yet: make ppo trains a run."):
         open_run("chat", runs_dir=folder / "nowhere")
 
 
@@ -47,6 +47,37 @@ def test_a_run_of_that_name_comes_before_a_folder_of_it(trained, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert open_run("chat", runs_dir=folder / "runs").folder == recipe.folder
     assert open_run("chat", runs_dir="elsewhere").folder.resolve() == tmp_path / "chat"
+
+
+def test_a_folder_within_a_run_is_told_as_that(trained):
+    _, recipe = trained
+    for inside in ("ppo", "ppo/policy", "ppo/checkpoint-7"):
+        with pytest.raises(
+            RecipeError, match="That is a folder of the run chat, which is meant by its own name or path"
+        ):
+            open_run(str(recipe.folder / inside), runs_dir=recipe.folder.parent)
+
+
+def test_a_run_of_earlier_stages_alone_has_no_policy_to_use(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo=null", sft={"max_steps": 1}, scorer=None)
+    stages.claim(recipe, "sft", overwrite=False)
+    (recipe.stage_folder("sft") / "policy").mkdir(parents=True)
+    with pytest.raises(
+        RecipeError, match=r'has no section "ppo" or "q"\. What sft trained is .*/sft/policy, a PEFT'
+    ) as told:
+        open_run("chat", runs_dir=tmp_path / "runs")
+    assert "again" not in str(told.value)
+
+
+def test_a_run_by_trl_s_own_loop_is_used_beside_releases_that_have_none(trained, tmp_path, monkeypatch):
+    _, recipe = trained
+    shutil.copytree(recipe.folder, tmp_path / "chat")
+    path = tmp_path / "chat" / "recipe.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["ppo"]["loop"] = "trl"
+    path.write_text(yaml.safe_dump(values))
+    monkeypatch.setattr(saved_run, "HAS_PPO", False)
+    assert saved_run.not_here(tmp_path / "chat")["ppo.loop"] == "toolkit"
 
 
 def test_an_unfinished_run_is_named_with_what_finishes_it(tmp_path, checkpoint):

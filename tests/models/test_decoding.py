@@ -183,15 +183,15 @@ def test_rows_stay_beside_a_processor_that_does_not_know_of_it():
 
 
 def test_rows_stay_where_something_is_held_of_them_beside_the_cache(monkeypatch):
-    assert shared_base()._rows_leave
+    assert shared_base(tiny_model())._rows_leave
     monkeypatch.setattr(Cache, "reorder_cache", lambda cache, rows: None)
-    assert not shared_base()._rows_leave
+    assert not shared_base(tiny_model())._rows_leave
 
     def first(cache, rows):
         Cache.batch_select_indices(cache, rows * 0)  # those of another row
 
     monkeypatch.setattr(Cache, "reorder_cache", first)
-    assert not shared_base()._rows_leave
+    assert not shared_base(tiny_model())._rows_leave
 
 
 def needs_layout(dtype):

@@ -284,3 +284,19 @@ def test_attention_of_cudnn_is_off_once_there_is_a_model(tmp_path):
         torch.backends.cuda.enable_cudnn_sdp(True)
         begin()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_tests_share_no_weight_of_a_base_that_was_made_once():
+    ids = torch.tensor([[1, 5, 9, 7]])
+
+    def said(base):
+        with torch.no_grad(), base.role("policy"):
+            return base.causal_lm(ids).logits
+
+    expected = said(shared_base(tiny_model()))
+    spoilt = shared_base()
+    assert torch.equal(said(spoilt), expected)
+    with torch.no_grad():
+        for parameter in spoilt.parameters():
+            parameter.zero_()
+    assert torch.equal(said(shared_base()), expected) and not torch.equal(said(spoilt), expected)

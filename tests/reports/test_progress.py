@@ -50,6 +50,22 @@ def test_a_run_is_named_from_loading_to_its_last_figures(terminal, tmp_path):
     assert set(progress.seconds) == {"load", "train"}
 
 
+def test_where_nobody_reads_progress_any_more_the_run_goes_on_and_is_heard_elsewhere(monkeypatch):
+    """As of `2>&1 | head`. rich by itself would close standard output, too, and end the thread."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    with monkeypatch.context() as patched:
+        patched.setattr("os.dup2", lambda *_: pytest.fail("standard output is closed"))
+        with Progress("run ppo") as progress:
+            progress.told("nobody reads this")
+            progress.told("nor this")
+    assert progress.console.quiet and progress._sentences.empty()
+
+
 def test_where_no_panel_can_be_seen_there_are_lines(tmp_path, monkeypatch):
     dumb = Console(file=io.StringIO(), force_terminal=True, width=200, _environ={"TERM": "dumb"})
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes a file for a terminal

@@ -7,7 +7,8 @@ import torch
 from rich.console import Console
 
 from tests.trainers.helpers import rollout
-from toolkit.reports import Output, Responses, sample_rows, samples_table, write_jsonl
+from toolkit.reports import Output, Progress, Responses, sample_rows, samples_table, write_jsonl
+from toolkit.runs.said import say
 
 
 def test_samples(tmp_path):
@@ -25,6 +26,19 @@ def test_samples(tmp_path):
     assert "[bold]not markup[/bold]\\x1b]0;title\\x07" in stream.getvalue() and "0.10 → 0.20" in stream.getvalue()
     with pytest.raises(ValueError, match="of the same prompts"):
         sample_rows(before, Responses.of(rollout([[6, 2]], [[1, 4]]), torch.tensor([0.2])))
+
+
+def test_what_is_said_stands_above_a_panel(monkeypatch):
+    """rich by itself writes past what stands in for standard output while there is one, into the panel."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", terminal)
+    shown = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with Progress("run ppo", shown):
+        say("Something [bold]to[/bold] know")
+    assert "Something [bold]to[/bold] know" in shown.file.getvalue() and terminal.getvalue() == ""
+    say("Later")
+    assert terminal.getvalue() == "Later\n"
 
 
 def test_output_that_is_closed_is_an_error():

@@ -72,6 +72,15 @@ CONVERSATIONS = [f"<s>{p}</s><s>{r}</s>" for p, r in zip(PROMPTS, RESPONSES, str
 JOINED = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
+def test_a_token_that_the_base_alone_has_a_row_for_is_read_as_the_last():
+    model, tokenizer = llama()
+    last, reward = len(tokenizer) - 1, RewardModel(model, tokenizer, reads="tokens")
+    found, expected = (
+        score_with(reward, Rollout(["-"], ["-"], [[1, 5]], [[7, token, 9]], [False])) for token in (last + 7, last)
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("pad", ["own", "eos", None])
 @pytest.mark.parametrize(("reads", "texts"), [(None, CONVERSATIONS), ("text", JOINED)])
 def test_scores_are_those_of_single_rows_of_text(pad, reads, texts):

@@ -165,9 +165,10 @@ def test_weights_that_a_loop_of_ones_own_has_saved_are_something(runs):
     stage(runs / "c" / "ppo")
     (runs / "c" / "ppo" / "policy").mkdir()
     (runs / "c" / "ppo" / "policy" / "adapter_model.safetensors").write_text("x")
-    assert [one.where for one in state_of(runs / "c").stages] == [
-        "before its first step, weights saved, and no checkpoint"
-    ]
+    (found,) = state_of(runs / "c").stages
+    saved = f"start.policy={runs / 'c' / 'ppo' / 'policy'}"
+    assert found.where == f"before its first step, weights saved by a loop of your own, for {saved}"
+    assert state_of(runs / "c").command == ()  # --overwrite would delete them
 
 
 def test_a_damaged_file_is_a_state(runs):
@@ -237,7 +238,9 @@ def test_the_list_on_the_command_line(runs):
     assert said.returncode == 0 and "score 1.500 ± 0.250" in said.stdout and "--resume" in said.stdout
     (runs / "a" / "ppo" / "result.json").write_text(json.dumps({"date": "\x1b]0;title\x07", "after": {}}))
     assert "\x1b" not in command_here("runs", "--runs-dir", runs).stdout
-    assert "holds no run yet" in command_here("runs", "--runs-dir", runs / "nowhere").stdout
+    assert "nowhere does not exist" in command_here("runs", "--runs-dir", runs / "nowhere").stdout
+    (runs / "empty").mkdir()
+    assert "holds no run yet" in command_here("runs", "--runs-dir", runs / "empty").stdout
 
 
 def test_what_was_measured_before_the_first_step_is_no_result(runs, tmp_path):

@@ -144,8 +144,9 @@ def test_another_ppo_begins_with_the_stages_of_a_finished_run(doubling_run, tmp_
     assert json.loads((first / "ppo" / "result.json").read_text())["after"] == results[1]["after"]
 
 
-def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
-    folder, _ = doubling_run
+def test_a_notebook_gets_a_trainer(doubling_run, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(doubling_run[0], folder)
     monkeypatch.chdir(folder)
     with pytest.raises(RecipeError, match=r"holds a finished ppo stage. Name a new run .*overwrite=True"):
         recipes.load("doubling", *SMALL_DOUBLING).ppo_trainer()

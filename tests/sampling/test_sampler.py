@@ -138,13 +138,11 @@ def test_each_role_responds_for_itself():
 
 
 def test_the_precision_is_that_which_is_given():
-    seen = []
-    made = sampler(response_length=1, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
-    hook = made.roles.lm_head.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    respond(made)
-    respond(sampler(response_length=1))
-    hook.remove()
-    assert seen and all(seen)
+    for given in ({"autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}, {}):
+        seen, made = [], sampler(response_length=1, **given)
+        made.roles.lm_head.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_autocast_enabled("cpu")))
+        respond(made)
+        assert seen == [bool(given)] * len(seen) != []
 
 
 def test_a_row_is_sampled_by_its_key_whatever_stands_beside_it():

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, SFTConfig
 
-from tests.tiny_models import lora, randomize, tiny_model
+from tests.tiny_models import lora, made_once, randomize, tiny_model
 from tests.trainers.helpers import count_reward, own_classifier
 from tests.trainers.helpers import trainer as ppo_trainer
 from toolkit.data import doubling
@@ -56,8 +57,27 @@ def _reward(folder: Path, model, data: Dataset, changes: dict):
 
 
 def _base(role: str, **head) -> SharedBase:
+    def base() -> SharedBase:
+        base = SharedBase(tiny_model())
+        base.add_role(role, lora(**DROPOUT), **head)
+        return base
+
+    return made_once((role, *head.items()), base)
+
+
+def _base_of_ppo(value: str) -> SharedBase:
     base = SharedBase(tiny_model())
-    base.add_role(role, lora(**DROPOUT), **head)
+    base.add_role("policy", lora(**DROPOUT))
+    base.add_role("reference")
+    base.add_role("value", None if value == "shared" else lora(**DROPOUT))
+    base.add_role("reward", lora())
+    return randomize(base, "policy", "value", "reward")
+
+
+def _base_of_q() -> SharedBase:
+    base = SharedBase(tiny_model())
+    add_q_roles(base, lora(**DROPOUT), bound=QBound())
+    base.add_role("reference")
     return base
 
 
@@ -88,12 +108,8 @@ def reward_model_classes(folder: Path, **changes):
 
 
 def ppo(folder: Path, reward=None, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("policy", lora(**DROPOUT))
-    base.add_role("reference")
-    base.add_role("value", None if changes.get("value") == "shared" else lora(**DROPOUT))
-    base.add_role("reward", lora())
-    randomize(base, "policy", "value", "reward")
+    value = changes.get("value", "separate")
+    base = made_once(("resumable ppo", value), partial(_base_of_ppo, value))
     settings = {**COMMON, "num_ppo_epochs": 2, "num_mini_batches": 2, **changes}
     made = ppo_trainer(folder, base, reward, **settings)
     made.add_callback(MetricsFile(folder / "metrics.jsonl"))
@@ -127,9 +143,7 @@ def ppo_gathered(folder: Path, **changes):
 
 
 def q(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    add_q_roles(base, lora(**DROPOUT), bound=QBound())
-    base.add_role("reference")
+    base = made_once("resumable q", _base_of_q)
     data = rows(
         {
             "prompt_ids": lambda m: [1, *m[:2]],

@@ -229,3 +229,19 @@ def test_a_stage_whose_steps_overflow_at_any_scale_ends(tmp_path):
     made.training_step = training_step
     with pytest.raises(SelfCheckError, match="at step 5, and 3 optimizer steps in a row"):
         made.train()
+
+
+def test_a_step_that_was_broken_off_is_taken_again(tmp_path, monkeypatch):
+    """The scaler would take its gradients for unscaled, and refuse every later step."""
+    made = in_float16(tmp_path)
+    batch = next(iter(made.batches()))
+    responses = made.generate(batch)
+    step = torch.tensor([1.0, 0.2, -1.0, 0.5])
+    made._prepare_training()
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            made.step(batch, responses, step)
+    before, scale = weights(made), made.accelerator.scaler.get_scale()
+    assert made.step(batch, responses, step)["optimizer_steps"] == 1 and made.accelerator.scaler.get_scale() == scale
+    assert any(not torch.equal(one, other) for one, other in zip(before, weights(made), strict=True))

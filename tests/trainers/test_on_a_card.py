@@ -67,25 +67,21 @@ PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
 @pytest.mark.parametrize(
     ("settings", "quantised"),
     [
-        (PLAIN, False),
         (PLAIN | {"pack_rows": True}, True),
         (PLAIN | {"pack_rows": True, "value": "shared", "gradient_checkpointing": True}, False),
         (PLAIN | {"value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"}, False),
         (PLAIN | {"gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"}, False),
         (PLAIN | {"generation": "merged", "importance_sampling_cap": 2.0}, False),
         (PLAIN | {"generation": "merged_graphs"}, False),
-        (PLAIN, True),
         (PLAIN | {"value": "shared", "generation": "merged_graphs"}, True),
     ],
     ids=[
-        "plain",
         "packed-nf4",
         "packed-and-checkpointing",
         "shared-and-full-kl",
         "checkpointing-and-bootstrap",
         "merged",
         "graphs",
-        "nf4",
         "nf4-graphs",
     ],
 )

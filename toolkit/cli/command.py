@@ -169,7 +169,8 @@ def _errors(debug: bool, *, resumable: bool, inner: bool, divided: bool, of_reci
         asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         whose = "the card's" if of_card else "this machine's"
         wrong = f"ToolkitError: {whose} memory does not suffice{f' for {asked[1]} at once' if asked else ''}."
-        print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.", file=sys.stderr)
+        way = _way_on(error) if resumable and hasattr(error, "way_on") else ""
+        print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.{way}", file=sys.stderr)
         raise typer.Exit(1) from error
     except OSError as error:  # of what nobody has asked first: standard output, a name too long, a folder kept shut
         if debug and not (inner and isinstance(error, BrokenPipeError)):  # by its exit code the later stage knows it

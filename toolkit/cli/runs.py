@@ -17,7 +17,8 @@ def list_runs(runs_dir: RunsDir = Path("runs")) -> None:
 
     found = list(all_runs(runs_dir))
     if not found:
-        print(f"{runs_dir} holds no run yet: toolkit ppo makes one.")
+        holds = "holds no run yet" if runs_dir.is_dir() else "does not exist"
+        print(f"{runs_dir} {holds}: toolkit ppo makes one.")
     for run in found:
         print(printable(run.name))
         for stage in run.stages:

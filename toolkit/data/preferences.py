@@ -165,9 +165,9 @@ class Preferences(SplitTask):
         rows = self._rows_of("reward", "train").rows
         return packed(_made(rows, self.made_pairs, end=self.tokenizer.eos_token_id, seed=self.seed), _COLUMNS)
 
-    def report(self) -> str | None:
-        made = f"; {len(self._made)} pairs more are made of the reward's" if self.made_pairs else ""
-        return f"{super().report()}{made}"
+    def report(self, *splits: str) -> str | None:
+        made = "" if splits or not self.made_pairs else f"; {len(self._made)} pairs more are made of the reward's"
+        return f"{super().report(*splits)}{made}"
 
     def demonstrations(self, split: str) -> Dataset:
         """Prompts with their chosen responses, which alone are part of the loss."""

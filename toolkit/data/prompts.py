@@ -69,15 +69,15 @@ class Prompts(SplitTask):
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in rows["input_ids"][:]]
 
-    def report(self) -> str | None:
+    def report(self, *splits: str) -> str | None:
         # Of a prompt that is cut the first part is not there to be found.
-        read = self._splits.values() if self.on_long == "leave_out" else ()
-        counts = Counter(name for part in read for name in self._beside(part.rows))
+        read = (splits or self._splits) if self.on_long == "leave_out" else ()
+        counts = Counter(name for split in read for name in self._beside(self._splits[split].rows))
         told = (
             f'; {count:,} have a column "{name}" that is no part of the prompt: if it should be, write it there'
             for name, count in counts.items()
         )
-        return f"{super().report()}{''.join(told)}"
+        return f"{super().report(*splits)}{''.join(told)}"
 
     def _beside(self, rows: Dataset) -> Iterator[str]:
         """The columns that hold what other tools take for a part of the prompt. A reward may read them."""

@@ -216,6 +216,24 @@ class Split:
         return replace(self, rows=self.rows.select(numbers), places=[self.places[n] for n in numbers])
 
 
+class Splits(Mapping[str, Split]):
+    """Splits by name, each read when it is first asked for: who measures needs no training data."""
+
+    def __init__(self, **read: Callable[[], Split]):
+        self._read, self._found = read, dict[str, Split]()
+
+    def __getitem__(self, name: str) -> Split:
+        if name not in self._found:
+            self._found[name] = self._read[name]()
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
 def usable_rows(
     rows: Iterable[Row],
     encode: Callable[..., dict[str, Any]],

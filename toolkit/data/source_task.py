@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from toolkit.data.files import listed, shown
 from toolkit.data.messages import Messages, read_prompt
 from toolkit.data.rows import (
     Split,
+    Splits,
     Unusable,
     as_dataset,
     check_columns,
@@ -106,7 +107,7 @@ class SourceTask(Task):
         return usable_rows(rows, self._encode, self._pack, split=split, source=listed(names), limit=limit)
 
     @cached_property
-    def _splits(self) -> dict[str, Split]:
+    def _splits(self) -> Mapping[str, Split]:
         return {"train": self._read("train", self.train, self.max_train_rows)}
 
     def _encode_prompt(
@@ -212,7 +213,7 @@ class SplitTask(SourceTask):
         raise NotImplementedError
 
     @cached_property
-    def _splits(self) -> dict[str, Split]:
+    def _splits(self) -> Mapping[str, Split]:
         if self.validation is None and self.validation_size is not None:
             # All are read: another limit draws no other rows.
             every = self._read("train", self.train)
@@ -227,12 +228,17 @@ class SplitTask(SourceTask):
         if self.validation is None and not has_splits(self.train):
             remedy = f"Name a source of held-out {self.unit}, or hold some of train out with validation_size."
             raise DataError("it is missing.", field="validation", remedy=remedy)
-        if self.validation is not None:
-            trained = self._read("train", self.train, self.max_train_rows)
-            return {"train": trained, "validation": self._read("validation", self.validation, self.max_validation_rows)}
-        # Held-out rows first: that the source has none is told before all of it is encoded.
-        apart = self._read("validation", self.train, self.max_validation_rows)
-        return {"train": self._read("train", self.train, self.max_train_rows), "validation": apart}
+        held_out_of = self.train if self.validation is None else self.validation
+
+        def train() -> Split:
+            if self.validation is None:
+                _ = splits["validation"]  # that the source has none is told before all of it is encoded
+            return self._read("train", self.train, self.max_train_rows)
+
+        splits = Splits(
+            train=train, validation=partial(self._read, "validation", held_out_of, self.max_validation_rows)
+        )
+        return splits
 
     @cached_property
     def _shared(self) -> int:
@@ -240,6 +246,7 @@ class SplitTask(SourceTask):
         trained, held_out = (self._prompts_of(self._splits[split].rows) for split in ("train", "validation"))
         return sum(map(set(trained).__contains__, held_out))
 
-    def report(self) -> str | None:
-        trained_on = f"; {self._shared} of these have a prompt that is trained on, too" if self._shared else ""
-        return f"{super().report()}{trained_on}"
+    def report(self, *splits: str) -> str | None:
+        shared = 0 if splits else self._shared
+        trained_on = f"; {shared} of these have a prompt that is trained on, too" if shared else ""
+        return f"{super().report(*splits)}{trained_on}"

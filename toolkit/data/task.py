@@ -115,7 +115,7 @@ class Task:
         return {}
 
     @property
-    def _splits(self) -> dict[str, Split]:
+    def _splits(self) -> Mapping[str, Split]:
         """The rows that are read from sources, by split."""
         return {}
 
@@ -123,9 +123,11 @@ class Task:
         """Those that a stage gets."""
         return self._splits[split]
 
-    def report(self) -> str | None:
-        """One line on the rows that were read and left out; None for a task that reads none."""
-        return " | ".join(f"{split}: {part.report(self.unit)}" for split, part in self._splits.items()) or None
+    def report(self, *splits: str) -> str | None:
+        """One line on the rows that were read and left out, of these splits or of all; None for a task that reads
+        none."""
+        parts = ((split, self._splits[split]) for split in self._splits if split in (splits or self._splits))
+        return " | ".join(f"{split}: {part.report(self.unit)}" for split, part in parts) or None
 
     @property
     def left_out(self) -> dict[str, Counter[str]]:

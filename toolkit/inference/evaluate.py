@@ -33,6 +33,8 @@ from toolkit.spec.sources import OwnBase
 from toolkit.trainers.rollouts import QRollouts, Rollouts
 from toolkit.trainers.same_run import check_alike, made_with, other_than
 
+_SAVED = ("adapters", "value_head", "reward_head")  # sections of what a run has saved
+
 
 def evaluate(recipe: Recipe) -> dict[str, Any]:
     """Measure a trained run on its held-out prompts, before and after training, into `eval/result.json`.
@@ -124,7 +126,7 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
         with within(recipe.data_section("ppo")):
             prompts = task.prompts("test")
     check_alike({"held-out rows": data_digest(prompts)})
-    if (rows := recipe.task.report()) is not None:
+    if (rows := task.report("validation")) is not None:
         say(f"data: {rows}")
     set_seed(recipe.seed)
     with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
@@ -148,8 +150,8 @@ def _changed(recipe: Recipe) -> dict[str, Any]:
     changed = {key: None if here is ABSENT else here for key, (_, here) in differing.items() if key not in beyond}
     stage = last_stage(recipe.folder)
     reads = {f"{stage}.{name}" for name in _PRECISION | (QRollouts if stage == "q" else Rollouts).reads}
-    wrong = "would have no effect: nothing is trained where a run is measured."
-    of_training = [key for key in changed if key.split(".")[0] in STAGES and key not in reads]
+    wrong = "would have no effect: nothing is trained where a run is measured, and what was trained is as it was saved."
+    of_training = [key for key in changed if key.split(".")[0] in (*STAGES, *_SAVED) and key not in reads]
     problems = [Problem(wrong, key, "Leave it out.") for key in of_training]
     if problems:
         raise RecipeError(recipe.run, problems=problems)

@@ -239,7 +239,7 @@ def converse(
             try:
                 messages = _exchange(recipe, samplers, messages if recipe.task.converses else [], line, write)
             except DataError as error:  # of a line that cannot be a prompt, or a conversation that is too long
-                write(f"{error}")
+                write(f"{error}{' /reset makes room.' if messages else ''}")
             except torch.OutOfMemoryError:
                 write("the card's memory does not suffice for this conversation; /reset makes room")
 

@@ -1,5 +1,6 @@
 """`toolkit judge`: several trained runs by a second reward, on one page."""
 
+import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ def judge(
         CheckpointError: a checkpoint is damaged.
     """
     if not names:
-        raise RecipeError("judge needs at least one run.")
+        raise RecipeError("judge needs at least one run.", remedy="toolkit runs lists them.")
     opened = (open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names)
     of_folders = {recipe.folder.resolve(): recipe for recipe in opened}  # one that is named twice is judged once
     folders, recipes = list(of_folders), list(of_folders.values())
@@ -77,6 +78,7 @@ def judge(
     for label, recipe, asked in zip(labels_of(folders), recipes, kept, strict=True):
         with _told_of(label, several=len(recipes) > 1):
             run, figures[label], sentences = _judged(label, recipe, asked)
+        gc.collect()  # a base with adapters holds itself in a cycle, and a card may not have the room for two
         runs.append(run)
         told += [f"{label}: {sentence}" for sentence in sentences]
         processes.by_main(write)  # a later run may fail

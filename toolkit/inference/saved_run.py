@@ -36,6 +36,7 @@ from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
 from toolkit.trainers.same_run import is_another_base, of_base
+from toolkit.trainers.trl_compat import HAS_PPO
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared, at most
 _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
@@ -75,6 +76,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         if last not in recipe.plan.stages and read_result(recipe.stage_folder(last)) is not None:
             raise RecipeError("its settings are needed where the run is used.", field=last, remedy="Leave it as it is.")
         if read_result(recipe.stage_folder(last)) is None:
+            if not {"ppo", "q"}.intersection(recipe.values):
+                raise RecipeError(_without_policy(recipe))
             by_policy = "ppo" in recipe.values or "q" not in recipe.values
             last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
             wrong = f'the run "{folder.name}" has no {what}: its {last} stage has not finished.'
@@ -89,6 +92,18 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             raise RecipeError(wrong, remedy=remedy)
         check_outputs(folder, [*recipe.plan.stages[last].needs, last])
     return recipe
+
+
+def _without_policy(recipe: Recipe) -> str:
+    """What a run of earlier stages alone has in the place of a policy."""
+    wrong = (
+        f'the run "{recipe.run}" has no policy that PPO or Q-learning trained: its recipe has no section "ppo" or "q".'
+    )
+    adapter = recipe.stage_folder("sft") / "policy"
+    made = (
+        f" What sft trained is {adapter}, a PEFT folder, and start.policy of another run." if adapter.is_dir() else ""
+    )
+    return f"{wrong}{made}"
 
 
 def not_here(folder: Path) -> dict[str, str]:
@@ -116,6 +131,8 @@ def not_here(folder: Path) -> dict[str, str]:
             found[f"{stage}.use_liger_kernel"] = "false"
         if given.get("tf32") and not is_torch_tf32_available():
             found[f"{stage}.tf32"] = "null"
+        if given.get("loop") == "trl" and not HAS_PPO:
+            found[f"{stage}.loop"] = "toolkit"
     return found
 
 

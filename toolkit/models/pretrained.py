@@ -39,7 +39,8 @@ def load_tokenizer(
     """
     tokenizer = _tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise ModelError(f'the tokenizer of "{model}" has no eos_token, so that no response could end.', field="model")
+        wrong = f'the tokenizer of "{model}" has no eos_token, so that no response could end.'
+        raise ModelError(wrong, field="model", remedy="Name the token as eos_token in its tokenizer_config.json.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"

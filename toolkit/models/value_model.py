@@ -74,9 +74,11 @@ class ValueModel(nn.Module):
         return self.classifier.score
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """Last hidden states (B, L, H)."""
+        """Last hidden states (B, L, H). A base may have more rows than there are tokens, and draw one of an id that is
+        none here: it is read as the last row, which no text comes to either."""
         kwargs |= {"attention_mask": attention_mask, "use_cache": False}
-        return self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
+        known = input_ids.clamp(max=self.backbone.get_input_embeddings().num_embeddings - 1)
+        return self.backbone(input_ids=known, **kwargs).last_hidden_state
 
 
 def load_value_model(

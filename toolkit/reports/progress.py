@@ -102,6 +102,14 @@ class Pace:
         return None if each is None else max(0.0, (self.total - last) * each - (now - ended))
 
 
+class _Shown(Console):
+    """Standard error. Where nobody reads it any more, nothing is shown, and the run goes on: rich would close standard
+    output as well, and end the thread that found it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Progress(TrainerCallback, ExportableState):
     """Shows a run as long as it is entered, or as it trains: its phases, steps, time and figures.
 
@@ -113,7 +121,7 @@ class Progress(TrainerCallback, ExportableState):
 
     def __init__(self, title: str, console: Console | None = None, *, quiet: bool = False):
         self.title, self.quiet = title, quiet
-        self.console = console or Console(stderr=True)
+        self.console = console or _Shown(stderr=True)
         # Not on a dumb terminal, where rich shows none, nor in a file that FORCE_COLOR makes a terminal for it.
         takes_panels = console is not None or self.console.is_jupyter or _at_terminal(sys.stderr)
         self.live = self.console.is_interactive and takes_panels

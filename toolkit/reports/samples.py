@@ -1,8 +1,9 @@
 """Samples of responses before and after training."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,16 @@ class Output(Console):
 
     def on_broken_pipe(self) -> None:
         raise
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it goes: to what stands in for standard output, too, as that of a panel, which shows lines above
+        itself. rich writes past that, into the panel."""
+        return self._file or sys.stdout
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
 
 
 @dataclass(frozen=True)

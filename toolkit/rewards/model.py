@@ -149,7 +149,8 @@ class RewardModel(TextScorer):
             for name in rows[0]:
                 fill = config.pad_token_id if name == "input_ids" else 0
                 ids, mask = pad_rows([r[name] for r in rows], pad_token_id=fill, side="right", multiple=multiple)
-                inputs |= {name: ids.to(device), "attention_mask": mask.to(device)}
+                # A base may have more rows than there are tokens, and draw an id that is none here.
+                inputs |= {name: ids.clamp(max=vocabulary - 1).to(device), "attention_mask": mask.to(device)}
             with torch.autocast(device.type, enabled=False):  # the trainer's would compute in its own precision
                 return self.model(**inputs).logits
         finally:

@@ -45,13 +45,18 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
     folders = [find_run(name, runs_dir).resolve() for name in names]
     check_output(output, folders)
     if len(set(folders)) < 2:
-        raise RecipeError("compare needs at least two runs.")
+        raise RecipeError("compare needs at least two runs.", remedy="toolkit runs lists them.")
     shared = [one for one in COMPARED if all((folder / one / METRICS_FILE).is_file() for folder in folders)]
     if stage is not None and stage not in shared:
         wrong = f"not all of these runs have a {stage} stage with figures."
         raise RecipeError(wrong, remedy=f"They share {', '.join(shared)}." if shared else "")
     if not shared:
-        raise RecipeError(f"{', '.join(names)} have no stage in common that has begun.")
+        begun = (
+            f"{name} {' and '.join(one for one in COMPARED if (folder / one / METRICS_FILE).is_file()) or 'none'}"
+            for name, folder in zip(names, folders, strict=True)
+        )
+        wrong = f"{', '.join(names)} have no stage in common that has begun."
+        raise RecipeError(wrong, remedy=f"They have begun: {', '.join(begun)}.")
     wanted = stage or shared[0]
     runs = [_run(label, folder / wanted) for label, folder in zip(labels_of(folders), folders, strict=True)]
     write_output(output, comparison_page(wanted, runs, differing(folders)))

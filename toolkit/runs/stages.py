@@ -102,7 +102,9 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
                     sentence = restore(recipe.folder)
             if sentence and isinstance(error, ToolkitError):
                 error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
-            if isinstance(error, KeyboardInterrupt | BrokenPipeError | RunInterrupted | PeerError):
+            if isinstance(
+                error, KeyboardInterrupt | BrokenPipeError | RunInterrupted | PeerError | MemoryError | RuntimeError
+            ):
                 done = _of_file(result) not in (None, earlier) or not (
                     way.get("overwrite") or not finished(recipe, stage)
                 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit import processes
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout, concatenate, select
-from toolkit.errors import DataError, within
+from toolkit.errors import DataError, RewardError, ToolkitError, within
 from toolkit.functional import standard_error
 from toolkit.rewards import Reward, score_with, state_of, total_scores
 from toolkit.sampling.sampler import Rows, Sampler, batches
@@ -69,7 +69,8 @@ class Evaluator:
 
         Raises:
             DataError: there are no prompts.
-            RewardError: the reward or the judge raised, or did not return one finite number a response.
+            RewardError: the reward, the judge or `metrics` raised, or did not return numbers, of a response one that is
+                finite.
         """
         if len(prompts) == 0:
             remedy = "Hold some rows of the data out: validation_size, test_size."
@@ -96,11 +97,29 @@ class Evaluator:
             "length": sum(rollout.lengths) / len(rollout),
             "eos_share": sum(rollout.ended) / len(rollout),
             **signs_of(rollout, joined["score"], high=getattr(self.reward, "high_score", None)),
-            **(self.metrics(rollout) if self.metrics else {}),
+            **self._further(rollout),
         }
         evaluation = Evaluation(metrics, rollout, joined["score"])
         evaluation.judged = joined.get("judge")
         return evaluation
+
+    def _further(self, rollout: Rollout) -> dict[str, float]:
+        """What `metrics` gives, as numbers that a checkpoint can keep."""
+        if self.metrics is None:
+            return {}
+        try:
+            given = self.metrics(rollout)
+        except ToolkitError:
+            raise
+        except Exception as error:  # of a user's own, like one of a reward
+            raise RewardError(f"metrics raised {type(error).__name__}: {error}") from error
+        found = {}
+        for name, value in given.items():
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise RewardError(f"metrics gave {value!r} as {name!r}, which is no number.") from error
+        return found
 
 
 def _scored(name: str, reward: Reward | None, rollout: Rollout) -> dict[str, Tensor]:

@@ -166,13 +166,14 @@ class Sampler:
     def _check_ids(self, prompts: Iterable[Sequence[int]]) -> None:
         """On a card the lookup of a token that the base does not know ends the process, and all that follows fails."""
         rows = self.roles.causal_lm.get_input_embeddings().weight.shape[0]
-        largest = max((token for ids in prompts for token in ids), default=0)
-        if largest >= rows:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            wrong = (
-                f'a prompt has the token "{token}" of id {largest}, and the base has embeddings for 0 to {rows - 1}.'
-            )
-            raise DataError(wrong, remedy="Leave that text out of the prompts.")
+        for ids in prompts:
+            if not ids:
+                raise DataError("a prompt has no token.", remedy="Leave empty prompts out.")
+            odd = min(ids) if min(ids) < 0 else max(ids)
+            if not 0 <= odd < rows:
+                named = f'"{self.tokenizer.convert_ids_to_tokens(odd)}" of id' if odd >= 0 else "id"
+                wrong = f"a prompt has the token {named} {odd}, and the base has embeddings for 0 to {rows - 1}."
+                raise DataError(wrong, remedy="Leave that text out of the prompts.")
 
     def _unpadded(self, width: int) -> bool:
         """Whether each prompt has to be read without padding, by itself, since that would take up positions that its

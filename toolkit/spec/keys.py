@@ -182,14 +182,18 @@ def _other_words(where: str, value: Any, hint: Any) -> str:
 
 
 def _in_quotes(where: str, value: Any, hint: Any) -> str:
-    """How to write the text that YAML took for a truth value; nothing where it cannot have been one."""
-    if not isinstance(value, bool):
-        return ""
-    text, bare = ("yes", "yes and on") if value else ("no", "no and off")
+    """How to write the text that YAML took for a truth value, a number or a mapping; nothing where it cannot have been
+    one."""
     # A member of an enum is often annotated as any text, too.
     members = [
         member.value for part in get_args(hint) if inspect.isclass(part) and issubclass(part, Enum) for member in part
     ]
+    if not isinstance(value, bool):
+        if members or not isinstance(value, int | float | Mapping) or not fits("any text", hint):
+            return ""
+        taken, text = ("a mapping", "…") if isinstance(value, Mapping) else ("a number", value)
+        return f"YAML takes it for {taken}: text stands in quotes, '{where}=\"{text}\"' on the command line."
+    text, bare = ("yes", "yes and on") if value else ("no", "no and off")
     if not (text in members if members else fits(text, hint)):
         return ""
     return (

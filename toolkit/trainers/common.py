@@ -249,6 +249,11 @@ class SamplingTrainer(RoleTrainer):
                 one.early_stopping_patience_counter = counter
         return named
 
+    def predict(self, *arguments: Any, **named: Any) -> Any:
+        """transformers', of a model's outputs: refused."""
+        wrong = "predict gives what a model says of rows, and this trainer is measured by its responses to prompts."
+        raise ToolkitError(wrong, remedy="Take evaluate_rollout(prompts).")
+
     def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str], prompts: Sequence[str]) -> None:
         """Told of each evaluation of held-out prompts, and of the responses to them."""
 

@@ -40,6 +40,7 @@ from toolkit.trainers.not_finite import loss_scale
 from toolkit.trainers.objective import Experience, describe, importance_weights, policy_objective, sampler_logprobs
 from toolkit.trainers.ppo_loop import PPOLoop
 from toolkit.trainers.share import own_randomness, own_rows, sum_gradients
+from toolkit.trainers.trainer_internals import forget_unscaled
 
 
 class PPOTrainer(PPOLoop):
@@ -221,6 +222,9 @@ class PPOTrainer(PPOLoop):
                     break
                 for name, value in metrics.items():
                     totals[name].append(value)
+        except BaseException:
+            forget_unscaled(self.accelerator.scaler)
+            raise
         finally:
             self.roles.eval()
             self.optimizer.zero_grad()  # what an error or Ctrl-C leaves behind is no part of the next step

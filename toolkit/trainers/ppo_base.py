@@ -16,10 +16,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from toolkit import processes
 from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator, parts_of, values_of
-from toolkit.errors import ConfigError, DataError, ToolkitError
+from toolkit.errors import CheckpointError, ConfigError, DataError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.rewards import Reward
-from toolkit.sampling import check_room
+from toolkit.sampling import SIGNS, check_room
 from toolkit.trainers import self_checks
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.model_card import write_model_card
@@ -55,7 +55,11 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         eval_dataset: Dataset | None = None,
         **named: Any,
     ):
+        # What a data set of a notebook is set to give, such as tensors, is none of its rows.
+        train_dataset = train_dataset.with_format(None)
+        eval_dataset = None if eval_dataset is None else eval_dataset.with_format(None)
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
+        self_checks.check_settings(args, roles, eval_dataset)
         for prompts in (train_dataset, eval_dataset):
             if args.max_length is not None and prompts is not None:
                 check_room(map(len, values_of(prompts, "input_ids")), args.max_length, args.min_response_length)
@@ -78,6 +82,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.state = _State(**vars(self.state))
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        else:  # which an earlier trainer may have switched on
+            roles.gradient_checkpointing_disable()
         order = torch.Generator().manual_seed(args.seed if args.data_seed is None else args.data_seed)
         self.dataloader = PlacedDataLoader(
             train_dataset,
@@ -142,12 +148,29 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             return
         if not self.args.rollout_do_sample:
             warnings.warn(GREEDY_ROLLOUTS.text(), stacklevel=2)
+        self._check_best_by()
         self.create_optimizer()
         self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
         self_checks.check_in_optimizer(self.roles, self.optimizer)
         self.optimizer = self.accelerator.prepare(self.optimizer)
         self._check_rollouts()
         self._ready = True
+
+    def _check_best_by(self) -> None:
+        """What is to decide which checkpoint is the best is measured; what further metrics there are nobody knows."""
+        name = (self._best_by or "").removeprefix("eval_")
+        known = {
+            "score",
+            "score_se",
+            "kl",
+            "length",
+            "eos_share",
+            *SIGNS,
+            *({"judge", "judge_se"} if self.judge else ()),
+        }
+        if name and name not in known and "/" not in name and self.metrics is None:
+            wrong = f"{name!r} is nothing that is measured here."
+            raise ConfigError(wrong, field="metric_for_best_model", remedy=f"Name one of {', '.join(sorted(known))}.")
 
     def _check_rollouts(self) -> None:
         prompt, pad = self.train_dataset[0]["input_ids"], self.processing_class.pad_token_id
@@ -163,6 +186,15 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             write_model_card(folder, self.roles, base_name=self.base_name)
 
     def save_checkpoint(self) -> Path:
+        """As of every trainer.
+
+        Raises:
+            CheckpointError: the weights of the best checkpoint have taken the place of this step's.
+        """
+        if (step := self.state.global_step) == self._best_put_at:
+            wrong = f"those of the best checkpoint are in the place of the weights of step {step}."
+            remedy = f"save_model writes them; {self._folder_of(step).name} has those of step {step}, if it was saved."
+            raise CheckpointError(wrong, remedy=remedy)
         self._prepare_training()  # in a loop of your own there may be no update yet
         return super().save_checkpoint()
 

@@ -21,6 +21,7 @@ from toolkit.settings import (
     setting,
     type_name,
 )
+from toolkit.trainers.trainer_internals import states_kept
 from toolkit.trainers.trl_compat import HAS_PPO, NO_TRL_LOOP, TRLPPOConfig
 
 GREEDY_ROLLOUTS = Problem(
@@ -186,7 +187,8 @@ class PPOConfig(TRLPPOConfig):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        with states_kept():  # of a trainer that there is already
+            super().__post_init__()
         check(self, self._conflicts)
 
     def _conflicts(self) -> Iterator[Problem]:

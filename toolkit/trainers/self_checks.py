@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
+from transformers.trainer_utils import IntervalStrategy
 
 from toolkit import processes
 from toolkit.errors import ConfigError, DataError, SelfCheckError
@@ -36,6 +37,25 @@ def check_dataset(dataset: Dataset, batch_size: int) -> None:
         wrong = f"{len(dataset)} prompts are fewer than one batch of {batch_size} "
         wrong += "(per_device_train_batch_size × gradient_accumulation_steps)."
         raise DataError(wrong, remedy="Add prompts or lower these.")
+
+
+def check_settings(args: PPOConfig, roles: SharedBase, eval_dataset: Dataset | None) -> None:
+    """What is asked for is what the roles do, and what is to be measured is there.
+
+    Raises:
+        ConfigError: the value role is another, or another loop is asked for.
+        DataError: there are no held-out prompts for an evaluation.
+    """
+    if (args.value == "shared") != roles.shares_value:
+        of_roles = "the policy's adapter" if roles.shares_value else "an adapter or a base of its own"
+        wrong = f"is {args.value}, and the value role has {of_roles}."
+        raise ConfigError(wrong, field="value", remedy=f"Set {'shared' if roles.shares_value else 'separate'}.")
+    if args.loop != "toolkit":
+        wrong = f"is {args.loop}, and this is the toolkit's own loop."
+        raise ConfigError(wrong, field="loop", remedy="Leave it out, or take stock_ppo_trainer.")
+    evaluates = args.eval_strategy != IntervalStrategy.NO or args.eval_on_start
+    if evaluates and eval_dataset is not None and not len(eval_dataset):
+        raise DataError("there are no held-out prompts to evaluate.", remedy="Hold some out, or set eval_strategy: no.")
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> None:

@@ -163,6 +163,8 @@ def sft_trainer(
         roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     elif args.gradient_checkpointing:
         check_checkpointing(whole)
+    elif roles is not None:  # which an earlier trainer may have switched on
+        roles.gradient_checkpointing_disable()
     if roles is not None:
         roles.train_roles("policy")
     given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}

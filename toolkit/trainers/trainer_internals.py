@@ -145,19 +145,35 @@ def trainers_kept() -> Iterator[None]:
     a notebook's trainer would end in "Please make sure to properly initialize your accelerator". The arguments set
     `tf32` for the whole process, too, when a recipe is but read.
     """
-    products = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    products, fresh = torch.backends.fp32_precision, not AcceleratorState._shared_state  # type: ignore[attr-defined]
+    try:
+        with states_kept():
+            yield
+    finally:
+        torch.backends.fp32_precision = products  # type: ignore[attr-defined]
+        if fresh:  # a plan's trainer, on the CPU, would choose the device of the next one
+            AcceleratorState._reset_state()
+
+
+@contextmanager
+def states_kept() -> Iterator[None]:
+    """Inside, training arguments may be made beside a trainer, whose state in accelerate comes back."""
     states = [state._shared_state for state in (AcceleratorState, PartialState, GradientState)]
     before = [dict(state) for state in states]
     try:
         yield
     finally:
-        torch.backends.fp32_precision = products  # type: ignore[attr-defined]
         if before[0]:
             for state, values in zip(states, before, strict=True):
                 state.clear()
                 state.update(values)
-        else:  # a plan's trainer, on the CPU, would choose the device of the next one
-            AcceleratorState._reset_state()
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler | None) -> None:
+    """After a step that was broken off: float16's scaler takes the gradients for unscaled until it is updated, and
+    refuses each later step."""
+    if scaler is not None and scaler._scale is not None:
+        scaler.update(scaler.get_scale())
 
 
 def use_one_card(args: TrainingArguments) -> None:
