@@ -114,8 +114,8 @@ class DataCheck:
         state = self._state(stage)
         with self.findings.at(key=section):
             others = stage == "ppo" and self.prompts_handed_over
-            held_out = build.stage_dataset(recipe, stage, kind, "validation")
-            train = held_out if others else build.stage_dataset(recipe, stage, kind, "train")
+            first = "validation" if others else "train"
+            train, held_out = (build.stage_dataset(recipe, stage, kind, split) for split in (first, "validation"))
             longest, response = max(longest_row(train), longest_row(held_out)), 0
             with self.findings.at(key=stage):
                 config = self._config(stage)
@@ -144,8 +144,9 @@ class DataCheck:
         """The rated responses that are there, or as many as will be collected."""
         recipe, state = self.recipe, self._state("q")
         with self.findings.at(key="data"):
-            held_out = build.stage_dataset(recipe, "collect", "prompts", "validation")
-            prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
+            prompts, held_out = (
+                build.stage_dataset(recipe, "collect", "prompts", split) for split in ("train", "validation")
+            )
             self.prompts_read = True
             longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
             with self.findings.at("q"):
