@@ -250,6 +250,21 @@ def test_a_disk_that_is_full_behind_standard_output():
     assert said.getvalue().startswith("ToolkitError: standard output: No space left on device.")
 
 
+def test_a_stage_that_memory_ends_says_how_to_go_on(monkeypatch):
+    def too_large(*_, **__):
+        error = MemoryError()
+        error.way_on = "resume"
+        raise error
+
+    monkeypatch.setattr("toolkit.runs.stages.run", too_large)
+    monkeypatch.setattr(sys, "argv", ["toolkit", "sft", "doubling"])
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit):
+        app(["sft", "doubling"])
+    assert "memory does not suffice. Ask for less: " in said.getvalue()
+    assert said.getvalue().endswith(" To go on: toolkit sft doubling --resume (make: RESUME=1)\n")
+
+
 @pytest.mark.parametrize("way", ["resume", "overwrite", "", "finished"])
 def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(way, monkeypatch):
     def closed(*_, **__):

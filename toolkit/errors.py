@@ -165,6 +165,10 @@ class DataError(ToolkitError, ValueError):
     """A file, row or column of a data set is wrong."""
 
 
+class LengthError(DataError):
+    """A prompt leaves no room for a response."""
+
+
 class RewardError(ToolkitError, ValueError):
     """A reward callback cannot be found, or did not return one finite score a response."""
 

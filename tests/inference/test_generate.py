@@ -412,6 +412,13 @@ def test_a_line_that_is_too_long_is_no_end_of_a_conversation(trained, monkeypatc
     assert shown[-1] == "the card's memory does not suffice for this conversation; /reset makes room"
 
 
+def test_a_conversation_that_has_become_too_long_is_told_what_makes_room(trained):
+    lines, shown = iter(["Hi", "x" * 600, "/quit"]), []
+    sampler = trained_sampler(trained[1], max_new_tokens=4)
+    converse(trained[1], sampler, read=lambda _: next(lines), write=shown.append)
+    assert shown[-1].endswith("or less. /reset makes room.")
+
+
 def test_a_prompt_that_the_data_cannot_take_is_an_error_not_an_end(trained):
     doubling = recipes.load("doubling")
     with pytest.raises(ValueError, match="not in the vocabulary"):

@@ -72,12 +72,12 @@ def test_waits_double_and_a_server_may_ask_for_longer(serve):
     started = time.monotonic()
     with pytest.raises(RewardError):
         asking(server, first_wait=0.1)(batch())
-    assert time.monotonic() - started >= 0.3
+    assert 0.3 <= time.monotonic() - started < 5
     server = serve(lambda n, message: (429, b"", 0, {"Retry-After": "1"}))
     started = time.monotonic()
     with pytest.raises(RewardError):
         asking(server, retries=1)(batch())
-    assert time.monotonic() - started >= 1
+    assert 1 <= time.monotonic() - started < 8
 
 
 def test_no_server_is_waited_for_as_long_as_it_likes():

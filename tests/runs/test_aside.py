@@ -3,8 +3,9 @@
 import io
 import os
 import shutil
-import signal
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -265,31 +266,36 @@ def test_what_was_replaced_waits_until_a_link_in_its_place_is_gone(run):
 # ---------------------------------------------------------------------- kills
 
 
+class Killed(BaseException):
+    """In place of SIGKILL: whoever catches it finds that nothing on the disk can be changed any more."""
+
+
 def killed_before(number, steps):
-    """Whether a process that takes the steps was killed, by SIGKILL before its operation of that number on the disk."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    """Whether steps were ended before their operation of that number on the disk, which is left as it was then."""
     left = [number]
 
     def counted(operation, writes=lambda *arguments, **named: True):
         def counting(*arguments, **named):
             if writes(*arguments, **named):
                 if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    raise Killed
                 left[0] -= 1
             return operation(*arguments, **named)
 
         return counting
 
-    for name in ("rename", "replace", "unlink", "mkdir", "rmdir"):
-        setattr(os, name, counted(getattr(os, name)))
-    os.open = counted(os.open, lambda path, flags, *_, **__: flags & (os.O_WRONLY | os.O_RDWR))
-    io.open = counted(io.open, lambda path, mode="r", *_, **__: "r" not in mode)
-    try:
-        steps()
-    finally:
-        os._exit(0)
+    with ExitStack() as patches:
+        for name in ("rename", "replace", "unlink", "mkdir", "rmdir"):
+            patches.enter_context(mock.patch.object(os, name, counted(getattr(os, name))))
+        writes = counted(os.open, lambda path, flags, *_, **__: flags & (os.O_WRONLY | os.O_RDWR))
+        patches.enter_context(mock.patch.object(os, "open", writes))
+        writes = counted(io.open, lambda path, mode="r", *_, **__: "r" not in mode)
+        patches.enter_context(mock.patch.object(io, "open", writes))
+        try:
+            steps()
+        except Killed:
+            return True
+    return False
 
 
 def in_its_place(run):
@@ -306,7 +312,6 @@ def given_up(run):
     aside.put_back(run, keep=False)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 @pytest.mark.parametrize(("steps", "fewest"), [(in_its_place, 50), (put_back_and_taken_up, 70), (given_up, 40)])
 def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, fewest, run, tmp_path):
     old = content(run)

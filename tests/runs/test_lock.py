@@ -163,12 +163,12 @@ def test_no_lock_is_written_through_a_link(tmp_path):
     assert list((tmp_path / "outside").iterdir()) == []
 
 
-def _take(run, together, taken):
+def _take(run, together, taken, all_tried):
     together.wait()
     try:
         with at_work(run):
             taken.put("taken")
-            time.sleep(1)
+            all_tried.wait(60)
     except RecipeError:
         taken.put("refused")
 
@@ -176,11 +176,12 @@ def _take(run, together, taken):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts quickly where there is fork")
 def test_of_many_at_once_one_takes_a_stale_lock(tmp_path):
     (tmp_path / LOCK_FILE).write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "started": 1}))
-    together, taken = CONTEXT.Barrier(8), CONTEXT.Queue()
-    processes = [CONTEXT.Process(target=_take, args=(tmp_path, together, taken)) for _ in range(8)]
+    together, taken, all_tried = CONTEXT.Barrier(8), CONTEXT.Queue(), CONTEXT.Event()
+    processes = [CONTEXT.Process(target=_take, args=(tmp_path, together, taken, all_tried)) for _ in range(8)]
     for process in processes:
         process.start()
     outcomes = sorted(taken.get(timeout=60) for _ in processes)
+    all_tried.set()
     for process in processes:
         process.join()
     assert outcomes == ["refused"] * 7 + ["taken"]

@@ -100,7 +100,7 @@ def test_what_has_finished_stays_whatever_ends_the_command_after_it(
     monkeypatch.setattr(stage_module, "show_result", shown)
     with pytest.raises(ended_by) as end:
         stages.run(recipe, "ppo", overwrite=replaces)
-    assert getattr(end.value, "way_on", "finished") == "finished"
+    assert end.value.way_on == "finished"
     assert (kept := stages.finished(recipe, "ppo")) is not None and "mark" not in kept
     assert damage(recipe.stage_folder("ppo")) is None
     assert not any((recipe.folder / name).exists() for name in (REPLACED, UNFINISHED))

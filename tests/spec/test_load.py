@@ -311,7 +311,7 @@ def test_a_word_that_yaml_takes_for_false_is_to_be_quoted(word, tmp_path):
         ("ppo.eval_strategy=yes", ""),  # not one of its words in any writing
         ("ppo.loop=no", ""),
         ("ppo.save_strategy=3", ""),
-        ("ppo.run_name=3", """ YAML takes it for a number: text stands in quotes, 'ppo.run_name="3"' on the"""),
+        ("ppo.run_name=3", """ YAML takes it for a number: text stands in quotes, 'ppo.run_name="…"' on the"""),
         ("ppo.run_name=a: b", """ YAML takes it for a mapping: text stands in quotes, 'ppo.run_name="…"' on the"""),
         ("ppo.learning_rate=no", ""),
     ],

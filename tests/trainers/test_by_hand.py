@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from accelerate.state import PartialState
 from datasets import Dataset
 
 from tests.tiny_models import shared_base
@@ -88,6 +89,7 @@ def test_metrics_of_other_types_of_numbers(tmp_path):
     [
         (lambda rollout: {"a": "many"}, "^metrics gave 'many' as 'a', which is no number"),
         (lambda rollout: rollout.columns["nothing"], "^metrics raised KeyError: 'nothing'"),
+        (lambda rollout: None, "^metrics raised TypeError: 'NoneType' object is not iterable"),
     ],
 )
 def test_metrics_that_fail_leave_the_run_saved(metrics, wrong, tmp_path):
@@ -116,6 +118,13 @@ def test_checkpointing_that_an_earlier_trainer_switched_on(tmp_path):
     assert not second.roles.causal_lm.is_gradient_checkpointing
 
 
+def test_a_trainer_is_where_its_settings_say_whatever_an_earlier_one_had(tmp_path, monkeypatch):
+    args = config(tmp_path)
+    monkeypatch.setitem(PartialState._shared_state, "device", torch.device("meta"))
+    ours = PPOTrainer(args, doubling.tokenizer(), shared_base(), count_reward(5), dataset(), callbacks=[])
+    assert ours.accelerator.device.type == "cpu"
+
+
 def test_settings_that_are_made_beside_a_trainer(tmp_path):
     """transformers clears what accelerate knows of the trainer that there is."""
     ours = made(tmp_path)
@@ -140,6 +149,13 @@ def test_a_checkpoint_by_hand_after_the_best_came_back(tmp_path):
     ):
         ours.save_checkpoint()
     assert (tmp_path / "checkpoint-3" / "policy" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_what_is_no_batch(tmp_path):
+    ours = made(tmp_path)
+    for given in (["hello"], {"input_ids": torch.ones(1, 2, dtype=torch.long)}):
+        with pytest.raises(DataError, match="a batch of a collator is needed, and this is a (list|dict) without"):
+            ours.generate(given)
 
 
 def test_predictions_are_none_of_its(tmp_path):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from transformers import set_seed
 
 from toolkit import processes
 from toolkit.checkpoints import step_of
-from toolkit.data import data_digest, values_of
-from toolkit.errors import Problem, RecipeError, ToolkitError, within
+from toolkit.data import Task, data_digest, values_of
+from toolkit.errors import DataError, Problem, RecipeError, ToolkitError, within
 from toolkit.inference.saved_run import not_here, policy_folder
 from toolkit.models import base_digest, load_weights, scores_for
 from toolkit.phases import phase
@@ -33,7 +33,7 @@ from toolkit.spec.sources import OwnBase
 from toolkit.trainers.rollouts import QRollouts, Rollouts
 from toolkit.trainers.same_run import check_alike, made_with, other_than
 
-_SAVED = ("adapters", "value_head", "reward_head")  # sections of what a run has saved
+_SAVED = ("adapters.policy", "adapters.q")  # of what is measured, as the run has saved it
 
 
 def evaluate(recipe: Recipe) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
         with within(recipe.data_section("ppo")):
             prompts = task.prompts("test")
     check_alike({"held-out rows": data_digest(prompts)})
-    if (rows := task.report("validation")) is not None:
+    if (rows := _about_rows(task, changed)) is not None:
         say(f"data: {rows}")
     set_seed(recipe.seed)
     with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
@@ -140,6 +140,14 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
     return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
 
 
+def _about_rows(task: Task, changed: Mapping[str, Any]) -> str | None:
+    """What is said of the rows: of the run's own also how many held-out prompts are trained on, if those are here."""
+    if not any(key.startswith("data.") for key in changed):
+        with suppress(DataError):
+            return task.report()
+    return task.report("validation")
+
+
 def _changed(recipe: Recipe) -> dict[str, Any]:
     """What is asked for in place of what the run has: by key, None where it is taken away.
 
@@ -151,7 +159,8 @@ def _changed(recipe: Recipe) -> dict[str, Any]:
     stage = last_stage(recipe.folder)
     reads = {f"{stage}.{name}" for name in _PRECISION | (QRollouts if stage == "q" else Rollouts).reads}
     wrong = "would have no effect: nothing is trained where a run is measured, and what was trained is as it was saved."
-    of_training = [key for key in changed if key.split(".")[0] in (*STAGES, *_SAVED) and key not in reads]
+    of_training = [key for key in changed if key.split(".")[0] in STAGES or key.startswith(_SAVED)]
+    of_training = [key for key in of_training if key not in reads]
     problems = [Problem(wrong, key, "Leave it out.") for key in of_training]
     if problems:
         raise RecipeError(recipe.run, problems=problems)

@@ -17,7 +17,7 @@ from toolkit.data import read_rows
 from toolkit.data.files import shown
 from toolkit.data.messages import Messages
 from toolkit.disk import write_output
-from toolkit.errors import ColumnError, DataError, RewardError, ToolkitError, printable
+from toolkit.errors import ColumnError, DataError, LengthError, RewardError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler, warn_of_another_base
 from toolkit.models import scores_for
@@ -239,7 +239,8 @@ def converse(
             try:
                 messages = _exchange(recipe, samplers, messages if recipe.task.converses else [], line, write)
             except DataError as error:  # of a line that cannot be a prompt, or a conversation that is too long
-                write(f"{error}{' /reset makes room.' if messages else ''}")
+                remembered = messages and recipe.task.converses and isinstance(error, LengthError)
+                write(f"{error}{' /reset makes room.' if remembered else ''}")
             except torch.OutOfMemoryError:
                 write("the card's memory does not suffice for this conversation; /reset makes room")
 

@@ -85,7 +85,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             ways = ["$resume"] if checkpoint_folders(stage) else []
             ways += [f"$runs_dir (here {folder.parent})"] if folder.parent != Path("runs") else []
             remedy = f"Run that stage of {folder / RECIPE_FILE} again{' with ' * bool(ways)}{', and '.join(ways)}."
-            if has_weights(stage) and not checkpoint_folders(stage):
+            if (stage / "policy").is_dir() and has_weights(stage) and not checkpoint_folders(stage):
                 remedy = (
                     f"Its weights are saved, by a loop of your own: another run can have start.policy={stage}/policy."
                 )

@@ -74,10 +74,10 @@ class ValueModel(nn.Module):
         return self.classifier.score
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """Last hidden states (B, L, H). A base may have more rows than there are tokens, and draw one of an id that is
-        none here: it is read as the last row, which no text comes to either."""
+        """Last hidden states (B, L, H). The policy's base may have more rows than there are tokens, and draw an id that
+        has no row here: it is read as the last, so that a run which drew it goes on."""
         kwargs |= {"attention_mask": attention_mask, "use_cache": False}
-        known = input_ids.clamp(max=self.backbone.get_input_embeddings().num_embeddings - 1)
+        known = input_ids.clamp(max=self.backbone.get_input_embeddings().weight.shape[0] - 1)
         return self.backbone(input_ids=known, **kwargs).last_hidden_state
 
 

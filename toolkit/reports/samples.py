@@ -23,9 +23,11 @@ class Output(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Where it goes: to what stands in for standard output, too, as that of a panel, which shows lines above
-        itself. rich writes past that, into the panel."""
-        return self._file or sys.stdout
+        """Where it goes. While a panel stands in for standard output, to that, which shows lines above itself: rich
+        writes past it, into the panel."""
+        if self._file is None and hasattr(sys.stdout, "rich_proxied_file"):
+            return sys.stdout
+        return super().file
 
     @file.setter
     def file(self, new: IO[str]) -> None:

@@ -140,7 +140,7 @@ class RewardModel(TextScorer):
         # Rounded up, a length must not pass the last position.
         multiple = models.LENGTH_MULTIPLE if (self.max_length or 0) % models.LENGTH_MULTIPLE == 0 else 1
         # Decoders pool at the last token that is another than the padding token.
-        own, vocabulary = config.pad_token_id, self.model.get_input_embeddings().num_embeddings
+        own, vocabulary = config.pad_token_id, self.model.get_input_embeddings().weight.shape[0]
         if own is None or not 0 <= own < vocabulary:
             used = {token for row in rows for token in row["input_ids"]}
             config.pad_token_id = next(token for token in range(vocabulary) if token not in used)
@@ -149,7 +149,7 @@ class RewardModel(TextScorer):
             for name in rows[0]:
                 fill = config.pad_token_id if name == "input_ids" else 0
                 ids, mask = pad_rows([r[name] for r in rows], pad_token_id=fill, side="right", multiple=multiple)
-                # A base may have more rows than there are tokens, and draw an id that is none here.
+                # The policy's base may have more rows than there are tokens, and draw an id that has no row here.
                 inputs |= {name: ids.clamp(max=vocabulary - 1).to(device), "attention_mask": mask.to(device)}
             with torch.autocast(device.type, enabled=False):  # the trainer's would compute in its own precision
                 return self.model(**inputs).logits

@@ -49,7 +49,9 @@ def no_such_run(name: str, runs_dir: Path) -> str:
     """That there is no such run, and which there are."""
     others = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECIPE_FILE}") if path.is_file())
     there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
-    within = next((above for above in Path(name).absolute().parents if (above / RECIPE_FILE).is_file()), None)
+    there_is = Path(name).resolve()
+    of_runs = [above for above in there_is.parents if (above / RECIPE_FILE).is_file()] if there_is.exists() else []
+    within = next((run for run in of_runs if there_is.relative_to(run).parts[0] in (*STAGES, EVALUATION)), None)
     if within is not None:
         there = f"That is a folder of the run {within.name}, which is meant by its own name or path."
     elif not runs_dir.is_dir():

@@ -94,8 +94,10 @@ def _stage(folder: Path, owner: dict[str, Any] | None) -> StageState:
     elif saved := checkpoints_in(folder):
         where = f"saved up to step {step_of(saved[-1])}"
     else:
-        saved_by_hand = f"weights saved by a loop of your own, for start.policy={folder / 'policy'}"
-        where = f"{step}, {saved_by_hand if _by_hand(folder) else 'nothing saved'}"
+        kept = "weights saved, and no checkpoint" if has_weights(folder) else "nothing saved"
+        if _by_hand(folder):
+            kept = f"weights saved by a loop of your own, for start.policy={folder / 'policy'}"
+        where = f"{step}, {kept}"
     if owner is not None and (other := elsewhere(owner)):
         where += f", by {other}: if that has ended, delete {folder.parent / LOCK_FILE}"
     return StageState(folder.name, STOPPED if owner is None else AT_WORK, where, figures_of(metrics))
@@ -127,9 +129,9 @@ def _command(run: Path, states: tuple[StageState, ...], *, at_work: bool) -> tup
 
 
 def _by_hand(stage: Path) -> bool:
-    """Whether a notebook's own loop has saved weights there, and no checkpoint; a command measures first."""
-    ours = stage.name not in RESPONDING or (stage / BEFORE_FILE).exists()
-    return not ours and has_weights(stage) and not checkpoints_in(stage)
+    """Whether a notebook's own loop of PPO has saved weights there, and no checkpoint; a command measures first."""
+    saved = stage.name == "ppo" and (stage / "policy").is_dir() and has_weights(stage)
+    return saved and not (stage / BEFORE_FILE).exists() and not checkpoints_in(stage)
 
 
 def _processes(stage: Path) -> int:

@@ -13,8 +13,8 @@ from toolkit.trainers.stock_ppo import stock_rollouts
 
 
 def say(sentence: str) -> None:
-    """A line for a person, neither coloured nor wrapped; square brackets in it are no markup. Of several processes the
-    first says it."""
+    """A line for a person, not coloured, and wrapped only above a panel; square brackets in it are no markup. Of
+    several processes the first says it."""
     if processes.is_main():
         Output().print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
 

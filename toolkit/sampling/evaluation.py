@@ -108,8 +108,8 @@ class Evaluator:
         if self.metrics is None:
             return {}
         try:
-            given = self.metrics(rollout)
-        except ToolkitError:
+            given = dict(self.metrics(rollout))
+        except (ToolkitError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of a user's own, like one of a reward
             raise RewardError(f"metrics raised {type(error).__name__}: {error}") from error

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 
 from toolkit import processes
 from toolkit.data import PromptCollator, Rollout
-from toolkit.errors import DataError, ToolkitError
+from toolkit.errors import DataError, LengthError, ToolkitError
 from toolkit.functional import check_temperature, inverse_cdf
 from toolkit.models import LENGTH_MULTIPLE, LargestQ, RowProcessor, SharedBase, WeightedByQ
 from toolkit.portion import Portion
@@ -88,9 +88,12 @@ class Sampler:
 
         Raises:
             DataError: `max_length`, or the base's positions, leave a prompt no room for a response; or the base has no
-                embedding for a token of one.
+                embedding for a token of one, or one has none; or it is no batch.
             ToolkitError: the role's logits are not finite.
         """
+        if not isinstance(batch, Mapping) or "prompt_ids" not in batch:
+            wrong = f"a batch of a collator is needed, and this is a {type(batch).__name__} without prompt_ids."
+            raise DataError(wrong, remedy="Of texts it is trainer.data_collator(recipe.task.prompts_of(texts)).")
         limits = self.limits(batch["prompt_ids"])
         stops = self.roles.stop_token_ids(self.tokenizer)
         uniform = None
@@ -190,7 +193,7 @@ class Sampler:
         positions, whose = self.roles.positions
         if positions is not None and (longest := max(prompt_lengths)) >= positions:
             wrong = f"a prompt has {longest} tokens, and {whose} has positions for {positions}."
-            raise DataError(wrong, remedy=f"Shorten the prompts to {positions - 1} tokens or less.")
+            raise LengthError(wrong, remedy=f"Shorten the prompts to {positions - 1} tokens or less.")
         most = min((one for one in (self.max_length, positions) if one is not None), default=math.inf)
         return [int(min(self.response_length, most - length)) for length in prompt_lengths]
 
@@ -283,7 +286,7 @@ def check_room(prompt_lengths: Iterable[int], max_length: int | None, fewest: in
     longest = max(prompt_lengths, default=0)
     if max_length is not None and longest + fewest > max_length:
         room = f" of {fewest} tokens, which is min_response_length" if fewest > 1 else ""
-        raise DataError(
+        raise LengthError(
             f"a prompt has {longest} tokens, and {max_length} leaves no room for a response{room}.",
             field="max_length",
             remedy=f"Shorten the prompts to {max_length - fewest} tokens or less, or raise it.",

@@ -189,10 +189,11 @@ def _in_quotes(where: str, value: Any, hint: Any) -> str:
         member.value for part in get_args(hint) if inspect.isclass(part) and issubclass(part, Enum) for member in part
     ]
     if not isinstance(value, bool):
-        if members or not isinstance(value, int | float | Mapping) or not fits("any text", hint):
+        may_be_text = not members and fits("any text", hint) and not where.endswith("_kwargs")
+        if not may_be_text or not isinstance(value, int | float | Mapping):
             return ""
-        taken, text = ("a mapping", "…") if isinstance(value, Mapping) else ("a number", value)
-        return f"YAML takes it for {taken}: text stands in quotes, '{where}=\"{text}\"' on the command line."
+        taken = "a mapping" if isinstance(value, Mapping) else "a number"
+        return f"YAML takes it for {taken}: text stands in quotes, '{where}=\"…\"' on the command line."
     text, bare = ("yes", "yes and on") if value else ("no", "no and off")
     if not (text in members if members else fits(text, hint)):
         return ""

@@ -181,6 +181,8 @@ class SamplingTrainer(RoleTrainer):
     ):
         check_tokenizer(processing_class, roles)
         roles.train_roles(*self.learnt_roles)
+        if not args.gradient_checkpointing:  # which an earlier trainer may have switched on
+            roles.gradient_checkpointing_disable()
         collator = self.collator_type(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
         # Not TRL's __init__, which builds an Accelerator without precision, sets no seed, zeroes dropout and
         # changes the model: transformers' own.

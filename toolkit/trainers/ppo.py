@@ -63,9 +63,10 @@ class PPOTrainer(PPOLoop):
         named: those of `SamplingTrainer`.
 
     Raises:
-        ConfigError: `generation` is merged, and there is nothing that it could merge, or no room for it; or it is with
-            graphs, and the base is on no CUDA device.
-        DataError: too few prompts, or no `input_ids`.
+        ConfigError: `value` is not what the value role is, or `loop` not this one; `generation` is merged, and there is
+            nothing that it could merge, or no room for it; or it is with graphs, and the base is on no CUDA device.
+        DataError: too few prompts, or no `input_ids`; a prompt that is empty or too long, or has a token that the base
+            does not know; or nothing to evaluate, where that is asked for.
         SelfCheckError: tokenizer and base do not agree.
     """
 

@@ -82,8 +82,6 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.state = _State(**vars(self.state))
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        else:  # which an earlier trainer may have switched on
-            roles.gradient_checkpointing_disable()
         order = torch.Generator().manual_seed(args.seed if args.data_seed is None else args.data_seed)
         self.dataloader = PlacedDataLoader(
             train_dataset,
@@ -165,6 +163,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             "kl",
             "length",
             "eos_share",
+            "beyond_share",
             *SIGNS,
             *({"judge", "judge_se"} if self.judge else ()),
         }

@@ -119,6 +119,7 @@ class PPOLoop(SharedBaseTrainer):
                 wrong = f"the weights of update {step} were not saved, and those of the best checkpoint replaced them."
                 raise CheckpointError(f"train() cannot go on: {wrong}", remedy=f"Use {way_on}.")
             self.load_saved(self._folder_of(step))
+            self._best_put_at = None
 
     def _put_best(self) -> None:
         """The weights of the best checkpoint, but not where a signal has stopped: it may go on with its own."""

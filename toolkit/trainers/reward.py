@@ -126,6 +126,8 @@ def reward_trainer(
             models.check_reads_tokens(model)
     if args.gradient_checkpointing:
         models.check_checkpointing(model if roles is None else roles.causal_lm)
+    elif roles is not None:  # an earlier trainer may have switched it on
+        roles.gradient_checkpointing_disable()
     needed = ("chosen_ids", "rejected_ids") if outputs == 1 else ("input_ids", "labels")
     present = train_dataset.column_names
     if not set(needed) <= set(present):

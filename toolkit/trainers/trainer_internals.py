@@ -83,6 +83,10 @@ class TrainerHooks(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         AcceleratorState._reset_state()  # of an earlier trainer, which may have another precision
+        device = PartialState._shared_state.get("device")
+        if device is not None and device.type != self.args.device.type:  # and be on another device
+            AcceleratorState._reset_state(reset_partial_state=True)
+            PartialState(cpu=self.args.use_cpu)
         super().create_accelerator_and_postprocess()
 
     def is_world_process_zero(self) -> bool:
