@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import signal
@@ -50,12 +51,13 @@ def test_a_run_is_named_from_loading_to_its_last_figures(terminal, tmp_path):
     assert set(progress.seconds) == {"load", "train"}
 
 
-def test_where_nobody_reads_progress_any_more_the_run_goes_on_and_is_heard_elsewhere(monkeypatch):
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])
+def test_where_nobody_reads_progress_any_more_the_run_goes_on_and_is_heard_elsewhere(error, monkeypatch):
     """As of `2>&1 | head`. rich by itself would close standard output, too, and end the thread."""
 
     class Closed(io.StringIO):
         def write(self, text):
-            raise BrokenPipeError
+            raise error
 
     monkeypatch.setattr("sys.stderr", Closed())
     with monkeypatch.context() as patched:

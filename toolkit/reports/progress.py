@@ -189,7 +189,10 @@ class Progress(TrainerCallback, ExportableState):
             self._print(sentence)
 
     def _print(self, line: str) -> None:
-        self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+        try:
+            self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+        except OSError:  # a log on a full disk; of an older rich a closed pipe, too
+            self.console.quiet = True
 
     # ------------------------------------------------------------------ what it is told
 
