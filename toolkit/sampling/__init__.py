@@ -4,6 +4,6 @@
 `best_of` keeps the best of several.
 """
 
-from toolkit.sampling.evaluation import BestOf, Evaluation, Evaluator, Metrics, best_of
+from toolkit.sampling.evaluation import BestOf, Evaluation, Evaluator, Metrics, best_of, measured_with
 from toolkit.sampling.sampler import Rows, Sampler, all_at_once, batches, check_room
 from toolkit.sampling.signs import SIGNS, distinct_share, since_first

@@ -17,7 +17,7 @@ from toolkit.errors import DataError, RewardError, ToolkitError, within
 from toolkit.functional import standard_error
 from toolkit.rewards import Reward, score_with, state_of, total_scores
 from toolkit.sampling.sampler import Rows, Sampler, batches
-from toolkit.sampling.signs import signs_of
+from toolkit.sampling.signs import SIGNS, signs_of
 
 Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
 """Further metrics of a rollout, for evaluation."""
@@ -38,6 +38,12 @@ class Evaluation(_Measured):
 
     judged: Tensor | None = None
     """The scores of the judge, float32 (N,); no part of the tuple."""
+
+
+def measured_with(*scored: str) -> list[str]:
+    """What an `Evaluator` measures where these, "score" and perhaps "judge", are its scores: but for the parts of sums,
+    a reward's `beyond_share`, and further metrics."""
+    return [*(name for one in scored for name in (one, f"{one}_se")), "kl", "length", "eos_share", *SIGNS]
 
 
 @dataclass(frozen=True)

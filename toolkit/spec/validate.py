@@ -13,7 +13,7 @@ from toolkit.data import TASKS
 from toolkit.errors import ConfigError, Problem
 from toolkit.models import MOST_LAYERS, quantization_config
 from toolkit.rewards import DEFAULT_KIND, SCORERS, scorer_of
-from toolkit.sampling import SIGNS
+from toolkit.sampling import measured_with
 from toolkit.settings import fits, problems_of
 from toolkit.spec.keys import check_keys, owner_fields, suggestion
 from toolkit.spec.plan import at, section
@@ -214,11 +214,10 @@ def measured_names(values: dict[str, Any], stage: str) -> list[str]:
         of_pairs = ["accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"]
         return [*(of_pairs if (at(values, "reward_head.num_labels") or 1) == 1 else []), *of_every_trainer]
     scored = {"score": "scorer", "judge": "judge"} if "judge" in values else {"score": "scorer"}
-    means = [name for one in scored for name in (one, f"{one}_se")]
     sums = {name: place for name, place in scored.items() if section(values, place).get("kind") == "sum"}
     parts = [f"{name}/{part}" for name, place in sums.items() for part in section(values, f"{place}.parts")]
     parts += [f"{name}/spread" for name, place in sums.items() if at(values, f"{place}.spread_coef") is not None]
-    return [*means, "kl", "length", "eos_share", *parts, *SIGNS, *TASKS[values["data"]["task"]].metric_names]
+    return [*measured_with(*scored), *parts, *TASKS[values["data"]["task"]].metric_names]
 
 
 def check_recipe(values: dict[str, Any]) -> list[Problem]:

@@ -19,7 +19,7 @@ from toolkit.data import PlacedDataLoader, PromptCollator, parts_of, values_of
 from toolkit.errors import CheckpointError, ConfigError, DataError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.rewards import Reward
-from toolkit.sampling import SIGNS, check_room
+from toolkit.sampling import check_room, measured_with
 from toolkit.trainers import self_checks
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.model_card import write_model_card
@@ -157,16 +157,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     def _check_best_by(self) -> None:
         """What is to decide which checkpoint is the best is measured; what further metrics there are nobody knows."""
         name = (self._best_by or "").removeprefix("eval_")
-        known = {
-            "score",
-            "score_se",
-            "kl",
-            "length",
-            "eos_share",
-            "beyond_share",
-            *SIGNS,
-            *({"judge", "judge_se"} if self.judge else ()),
-        }
+        known = {*measured_with("score", *(["judge"] if self.judge else [])), "beyond_share"}
         if name and name not in known and "/" not in name and self.metrics is None:
             wrong = f"{name!r} is nothing that is measured here."
             raise ConfigError(wrong, field="metric_for_best_model", remedy=f"Name one of {', '.join(sorted(known))}.")
