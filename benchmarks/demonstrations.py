@@ -14,7 +14,8 @@
 
 For each seed what comes before PPO is run once; every arm then runs PPO from there, with the same prompts. Arms that
 are finished are not repeated. Writes `benchmarks/results/DATE_demonstration_NAME.json`, the figure
-`docs/figures/NAME.svg`, but for `script`, and the table in `docs/demonstrations.md`.
+`docs/figures/NAME.svg`, but for `script`, and the table in `docs/comparisons.md`, or in
+`docs/demonstrations.md` where a recipe is run as it is.
 """
 
 import json
@@ -55,6 +56,7 @@ from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
 PAGE = DOCS / "demonstrations.md"
+COMPARISONS = DOCS / "comparisons.md"
 APOLOGY = re.compile(r"\b(sorry|apologi[sz]e|apolog(y|ies))\b", re.IGNORECASE)
 
 
@@ -699,7 +701,8 @@ def show(path: Path) -> None:
     of_arms = {"critic": _critic_table, "ideas": _ideas_table, "script": _ideas_table}.get(name, _table)
     table = (of_arms if demonstration.arms else _recipe_table)(demonstration, result["arms"])
     text = f"{table}\n\n{chip_and_day(result)}"
-    fill_file(PAGE, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text)
+    page = COMPARISONS if demonstration.arms else PAGE
+    fill_file(page, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text)
 
 
 def main(

@@ -302,8 +302,10 @@ def _sources() -> str:
 
 def _begun(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
     """Model and rows of an earlier run of the same that was cut short; nothing of one that has all, and its plans."""
-    same = ("machine", "versions", "sources", "arguments", "work")
+    same = ("versions", "sources", "arguments", "work")
     if before is None or before.get("whole") or any(before.get(key) != result.get(key) for key in same):
+        return {}
+    if before["machine"].get("gpu") != result["machine"].get("gpu"):  # what is lent next may have another processor
         return {}
     rows = [row for row in before["rows"] if not row.get("recording_failed")]
     return {"model": before["model"], "rows": rows}

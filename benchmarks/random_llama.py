@@ -66,13 +66,13 @@ class _Filler:
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
 
-    def noise(self, *shape: int) -> torch.Tensor:
-        return _STD * torch.randn(*shape, dtype=self.dtype, device=self.device)
+    def noise(self, *shape: int, std: float = _STD) -> torch.Tensor:
+        return std * torch.randn(*shape, dtype=self.dtype, device=self.device)
 
-    def quantised(self, layer: Linear4bit) -> Params4bit:
+    def quantised(self, layer: Linear4bit, std: float) -> Params4bit:
         """Random weights for a layer, quantised as `from_pretrained` quantises them."""
         weight = Params4bit(
-            self.noise(layer.out_features, layer.in_features),
+            self.noise(layer.out_features, layer.in_features, std=std),
             requires_grad=False,
             blocksize=layer.weight.blocksize,
             compress_statistics=layer.weight.compress_statistics,
@@ -101,9 +101,12 @@ def random_llama(values: dict[str, Any], device: torch.device) -> LlamaForCausal
     model = outline(config)
     quantize_outline(model, nf4())
     fill = _Filler(device)
-    for module in model.modules():
+    # Smaller where a layer writes to the residual stream, as GPT-2's are: rounding of one layer would else be so much
+    # in the last that a base is not known by what it gives.
+    of_residuals = _STD / (2 * config.num_hidden_layers) ** 0.5
+    for place, module in model.named_modules():
         if isinstance(module, Linear4bit):
-            module.weight = fill.quantised(module)
+            module.weight = fill.quantised(module, of_residuals if place.endswith(("o_proj", "down_proj")) else _STD)
             module.support_avx512bf16_for_cpu = False  # as in `load_base`: its packed layout has no gradients
             continue
         for name, parameter in module.named_parameters(recurse=False):

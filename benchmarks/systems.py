@@ -6,7 +6,7 @@ All begin where the sft stage of `smollm2_135m_instructions` ends. PPO is run wi
 of other recipes; Q-learning, and cloning of what kept all rules, learn from as many responses of that beginning,
 sampled once. `--arm cloning_on` runs that one alone; the page has the newest result of each. Stages that are finished
 are not repeated. Writes `benchmarks/results/DATE_systems.json`, `docs/figures/systems.svg` and the table in
-`docs/demonstrations.md`.
+`docs/comparisons.md`.
 """
 
 import json
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.demonstrations import GAIN, PAGE, gain, measured, run_stage, untrained, with_range
+from benchmarks.demonstrations import COMPARISONS, GAIN, gain, measured, run_stage, untrained, with_range
 from benchmarks.records import (
     RESULTS,
     add_result,
@@ -257,7 +257,7 @@ def show(folder: Path = RESULTS) -> None:
     *others, most = sorted(days, key=lambda day: len(days[day]))
     told = "".join(f" {', '.join(days[day])}: {day}" for day in others)
     text = f"{_table(arms, result['prompts'])}; {most}{told}"
-    fill_file(PAGE, "systems: made by benchmarks.systems", "end of systems", text)
+    fill_file(COMPARISONS, "systems: made by benchmarks.systems", "end of systems", text)
 
 
 def main(

@@ -137,10 +137,11 @@ def test_every_key_that_the_migration_page_names_exists():
 
 def test_the_migration_page_says_what_a_silent_script_has():
     text = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    of_0_11, of_1_12, of_factory = text.split("\n## ")[1:]
+    of_0_11, of_1_12, of_factory = text.split("\n## ")[1:4]
     assert all("kl_coef: 0.2" in section and "kl_target: 6" in section for section in (of_0_11, of_factory))
     assert "reads: tokens" in of_1_12 and "`data.chat: false`" in of_0_11 and "`data.chat: false`" in of_1_12
     assert all("processes.md" in section for section in (of_0_11, of_1_12, of_factory))
+    assert set(re.findall(r"`ppo\.(\w+)", text)) <= owner_fields(STAGE_CLASSES["ppo"]).keys()
 
 
 def named_tests(page: str) -> list[tuple[str, str]]:

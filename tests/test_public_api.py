@@ -19,8 +19,9 @@ def test_recipes():
     for stage in ("sft", "reward", "q"):
         found = parameters(getattr(recipes.Recipe, f"{stage}_trainer"))
         assert found == ["self", "callbacks", "resume", "overwrite", "from_run"]
-    given = ["reward", "judge", "train_dataset", "callbacks"]
-    assert parameters(recipes.Recipe.ppo_trainer) == ["self", *given, "resume", "overwrite", "from_run"]
+    given = ["reward", "judge", "train_dataset", "eval_dataset", "callbacks", "resume", "overwrite", "from_run"]
+    assert parameters(recipes.Recipe.ppo_trainer) == ["self", *given]
+    assert parameters(recipes.Recipe.run_stage) == ["self", "stage", *given]
     assert parameters(recipes.check) == parameters(recipes.show) == ["recipe"]
     assert parameters(recipes.plan)[:2] == ["recipe", "gpu"]
 
@@ -67,5 +68,7 @@ def test_what_a_trainer_is_asked_for_is_handed_on(monkeypatch):
     for stage in ("sft", "reward", "q"):
         getattr(recipe, f"{stage}_trainer")(**way)
     recipe.ppo_trainer(train_dataset=["a"], **way)
-    given = {"reward": None, "judge": None, "train_dataset": ["a"]}
+    given = {"reward": None, "judge": None, "train_dataset": ["a"], "eval_dataset": None}
     assert told == [*((stage, way) for stage in ("sft", "reward", "q")), ("ppo", {**way, "given": given})]
+    monkeypatch.setattr("toolkit.runs.stages.run", lambda _, stage, **way: (stage, way))
+    assert recipe.run_stage("ppo", train_dataset=["a"], **way) == told[-1]

@@ -61,6 +61,7 @@ class Recipe(WhatItSays):
         *,
         judge: Reward | None = None,
         train_dataset: Any = None,
+        eval_dataset: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
         resume: bool = False,
         overwrite: bool = False,
@@ -74,6 +75,8 @@ class Recipe(WhatItSays):
                 trained on it.
             train_dataset: prompts, in place of what the section `data` trains on: texts, rows with the columns of a
                 file of prompts, or a `datasets.Dataset` with `input_ids`.
+            eval_dataset: held-out prompts, in place of the section's, likewise. Those of the section may lack columns
+                that a reward of `train_dataset` reads.
             callbacks: of transformers, beside those that show and record the run.
             resume: keep the checkpoints of an earlier try in the run folder, for
                 `trainer.train(resume_from_checkpoint=True)`.
@@ -85,19 +88,54 @@ class Recipe(WhatItSays):
             RecipeError: the recipe cannot do with another reward or a judge, the run folder holds an earlier try, or
                 the other run has nothing to take.
         """
-        if judge is not None and by_trl(self.values):
-            wrong = "trl is TRL's own loop, which evaluates nothing, so that a judge has no effect."
-            raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit.")
-        for name, given_reward in (("reward", reward), ("judge", judge)):
-            if given_reward is not None:
-                check_reward(given_reward, name)
-        made_for = self._scored_by(scorer=reward, judge=judge)
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
-        given = {"reward": reward, "judge": judge, "train_dataset": train_dataset}
-        return stages.prepared(made_for, "ppo", given=given, **way)
+        given = {"reward": reward, "judge": judge, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        return stages.prepared(self._scored_by(scorer=reward, judge=judge), "ppo", given=given, **way)
+
+    def run_stage(
+        self,
+        stage: str,
+        reward: Reward | None = None,
+        *,
+        judge: Reward | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        resume: bool = False,
+        overwrite: bool = False,
+        from_run: str | None = None,
+    ) -> dict[str, Any]:
+        """Run a stage from beginning to end, as its command does; what stands in its `result.json`.
+
+        What comes before it is run first. It is measured before and after, reported on and finished, so that later
+        stages and `toolkit chat`, `eval` and `export` take it. A stage that is finished is not repeated.
+
+        Args:
+            stage: "sft", "reward", "ppo", "collect" or "q".
+            resume: go on from the newest checkpoint, with the same prompts.
+            overwrite: repeat a finished stage, which stays in the run folder until the new one has finished.
+
+        The others are those of `ppo_trainer`; reward, judge and prompts are for the stage ppo alone.
+
+        Raises:
+            RunInterrupted: a signal asked to stop, as Ctrl-C does or a notebook's stop button, and the stage was saved.
+            ToolkitError: those of `ppo_trainer`, and whatever else a user can mend.
+        """
+        given = {"reward": reward, "judge": judge, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        if stage != "ppo" and (others := [name for name, value in given.items() if value is not None]):
+            wrong = f"{' and '.join(others)} would have no effect on the stage {stage}: only ppo takes them."
+            raise RecipeError(wrong, remedy="Leave them out.")
+        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
+        return stages.run(self._scored_by(scorer=reward, judge=judge), stage, given=given, **way)
 
     def _scored_by(self, **given: Reward | None) -> "Recipe":
         """The same recipe with a scorer, a judge or both of kind "function"; the run records the functions' names."""
+        if given.get("judge") is not None and by_trl(self.values):
+            wrong = "trl is TRL's own loop, which evaluates nothing, so that a judge has no effect."
+            raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit.")
+        for name, reward in given.items():
+            if reward is not None:
+                check_reward(reward, {"scorer": "reward"}.get(name, name))
         named = {section: _function(reward) for section, reward in given.items() if reward is not None}
         values = {**self.values, **named}
         if "judge" in named and "start" in values:  # whose adapter was for the judge that is replaced

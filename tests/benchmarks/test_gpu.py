@@ -174,6 +174,9 @@ def test_a_run_that_was_cut_short_goes_on_with_its_next_row(monkeypatch):
     assert len(found["rows"]) == 10 and found["model"]["weights_gb"] > 0
     assert len(planned) == 7 and ["planned_gb" in row for row in found["rows"]] == [True, True, True, False, False] * 2
     assert gpu._begun(found, found) == gpu._begun(None, found) == gpu._begun(saved[3] | {"sources": ""}, found) == {}
+    another = [{**found["machine"], name: "another"} for name in ("gpu", "processor")]
+    rows = [gpu._begun(saved[3] | {"machine": of}, found).get("rows") for of in another]
+    assert rows[0] is None and rows[1] == saved[3]["rows"] != []
 
 
 def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):

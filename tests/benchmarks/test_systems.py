@@ -116,7 +116,7 @@ def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("<!-- systems: made by benchmarks.systems -->\n<!-- end of systems -->\n")
     monkeypatch.setattr(records, "DOCS", tmp_path)
-    monkeypatch.setattr(systems, "PAGE", page)
+    monkeypatch.setattr(systems, "COMPARISONS", page)
     systems.show(tmp_path)
     text = page.read_text()
     unseen = "0.200 (0.200–0.200)"

@@ -60,21 +60,6 @@ def test_checkpointing_takes_less_and_computes_more():
     assert again.costs.peak < kept.costs.peak and matmuls(again) > matmuls(kept)
 
 
-def test_under_the_mask_of_a_padded_batch_a_card_has_keys_and_values_for_each_head():
-    """A row of as many tokens has neither mask nor those."""
-
-    def peak(rows):
-        roles = without_numbers(torch.bfloat16)
-        roles.head("reward").out_features = 3  # of classes, without logits that would hide it
-        return step("labelled", rows=rows, length=96 // rows, roles=roles, gradient_checkpointing=False).costs.peak
-
-    config = without_numbers().config
-    further = 2 * 96 * (config.num_attention_heads - config.num_key_value_heads) * config.head_dim * 2  # of 2 bytes
-    masks = 2 * 48 * 48
-    assert further > 0
-    assert 1 < (peak(2) - peak(1)) / (config.num_hidden_layers * (further + masks)) < 1.5
-
-
 def test_classes_have_one_sequence_where_pairs_have_two():
     roles = without_numbers()
     pairs = step("pairs", roles=roles)

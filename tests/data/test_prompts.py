@@ -1,5 +1,6 @@
 """Prompts in every form; ids are worked out from the vocabulary, a character or a byte a token."""
 
+import copy
 import json
 from datetime import datetime
 from pathlib import Path
@@ -274,6 +275,20 @@ def test_ids_left_out(tmp_path, tokenizer):
     assert [row["reason"] for row in task.left_out_rows()] == [reason for _, reason in rows if reason] * 2
 
 
+@pytest.mark.parametrize("pad", ["own", "eos"])
+def test_padding_in_ids_is_not_read_as_text(pad, tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    if pad == "eos":
+        tokenizer.pad_token = tokenizer.eos_token
+    of_pad, fine = [tokenizer.pad_token_id] * 2, [[41, 7], [tokenizer.eos_token_id, 41]]
+    rows = [*fine, [*of_pad, 41], [41, *of_pad], of_pad, [41, of_pad[0], 7]]
+    task = task_of(tmp_path, tokenizer, [{"input_ids": ids} for ids in rows])
+    assert task.prompts("train")["input_ids"][:] == [*fine, rows[-1]]
+    assert task.left_out["train"] == {f"input_ids with padding ({tokenizer.pad_token})": 3}
+    with pytest.raises(DataError, match="^train_dataset: row 2: input_ids has padding .* Give the ids without it"):
+        task.prompts_of(Dataset.from_dict({"input_ids": [[41], rows[3]]}))
+
+
 def test_other_kinds_in_other_columns(tmp_path, chat_tokenizer):
     task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"query": [user("1")]}])
     assert len(task.prompts("train")) == 1 and list(task.left_out["train"]) == ["a query that is no text"]
@@ -422,7 +437,7 @@ def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
     task = Prompts(chat_tokenizer, "some/prompts", "some/prompts", subset="part", name="main")
     assert task.prompts("train")["prompt"][:] == ["_:1=x:"] and task.prompts("test")["prompt"][:] == ["_:2=x:"]
     assert task.left_out_rows() == [
-        {"split": "train", "place": "some/prompts (train), row 2", "reason": "an empty prompt"}
+        {"split": "train", "place": "some/prompts/part (train), row 2", "reason": "an empty prompt"}
     ]
     assert seen == [("some/prompts", "main", "part")] * 2
     data = DatasetDict(train=Dataset.from_dict({"query": [1, 2]}))  # not read before what is wrong is told
@@ -444,6 +459,7 @@ def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
             {"subset": "a"},
             "^subset: subset would have no effect: only a hub id has that, and no such file is none. Remove it",
         ),
+        ({"subset": []}, "^subset: it names no part. Name one."),
         ({"name": "a"}, "^name: name would have no effect: .* Remove it."),
         ({"subset": "a", "name": "a"}, "^subset: subset and name would have no effect"),
         ({"validation_size": 0}, "^validation_size: a number from 1 is needed, got 0"),
@@ -602,6 +618,9 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
     assert given["prompt"][:] == ["_:12=x:", "_:3=x:"] and given["topic"][:] == ["a", None]
     assert given["input_ids"][0] == ids("_:12=x:")
     assert "2 prompts; 1 left out: 1 × a prompt over 8 tokens (first: row 2)" in caplog.text
+    assert "no part of the prompt" not in caplog.text
+    task.prompts_of([{"query": "1", "context": "2"}, {"query": "34", "context": "3"}], field="eval_dataset")
+    assert 'eval_dataset: 2 prompts; 1 have a column "context" that is no part of the prompt' in caplog.text
     assert task.prompts_of(["12"])["prompt"][:] == ["_:12=x:"]
     ready = Dataset.from_dict({"input_ids": [[1, 5]]})
     assert task.prompts_of(ready.with_format("torch")).to_list() == ready.to_list()

@@ -133,11 +133,14 @@ def test_a_hub_id(monkeypatch):
 
     monkeypatch.setattr(sources, "load_dataset", load_dataset)
     assert read("some/pairs", subset="part") == [
-        ("some/pairs (train), row 1", {"a": 1}),
-        ("some/pairs (train), row 2", {"a": 2}),
+        ("some/pairs/part (train), row 1", {"a": 1}),
+        ("some/pairs/part (train), row 2", {"a": 2}),
     ]
     assert read("some/pairs", split="validation", name="main") == [("some/pairs (test), row 1", {"a": 3})]
     assert seen == [(("some/pairs", None), {"data_dir": "part"}), (("some/pairs", "main"), {"data_dir": None})]
+    both = read("some/pairs", split="validation", subset=["one", "two"])
+    assert both == [("some/pairs/one (test), row 1", {"a": 3}), ("some/pairs/two (test), row 1", {"a": 3})]
+    assert [named["data_dir"] for _, named in seen[2:]] == ["one", "two"]
     assert has_splits("some/pairs") and not has_splits("some/pairs.jsonl") and not has_splits("/no/where")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiny_models import tiny_model
 from tests.tolerances import EXACT
 from tests.trainers.helpers import Counting, rollout
 from toolkit.errors import RewardError, RewardStateError
@@ -446,6 +447,9 @@ def test_a_class_is_told_of_before_it_is_called(tmp_path):
     with pytest.raises(RewardError, match=told):
         check_function(f"{path}:Mean")
     check_function(f"{path}:reward")
+    model = tiny_model("gpt2")
+    with pytest.raises(RewardError, match=f"reward: a {type(model).__name__} takes token ids .* Give RewardModel"):
+        check_reward(model, "reward")
     with pytest.raises(RewardError, match="reward: Fraction is a class, and an object is needed"):
         check_reward(Fraction, "reward")
 

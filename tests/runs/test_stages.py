@@ -20,9 +20,9 @@ from tests.tiny_runs import PAIRS, REPOSITORY, begun, byte_tokenizer, chat_recip
 from toolkit import processes, recipes
 from toolkit.errors import ConfigError, DataError, RecipeError, RewardError, ToolkitError
 from toolkit.inference.evaluate import evaluate
-from toolkit.inference.saved_run import open_run
+from toolkit.inference.saved_run import open_run, policy_folder
 from toolkit.models import adapters as saved_roles
-from toolkit.reports import Progress, append_jsonl, read_jsonl, write_jsonl
+from toolkit.reports import Progress, append_jsonl, read_json, read_jsonl, write_jsonl
 from toolkit.runs import build, stages
 from toolkit.runs.lock import owner_of
 from toolkit.runs.report_on_the_way import ReportAtEvaluations
@@ -185,6 +185,36 @@ def test_prompts_a_reward_and_callbacks_from_memory(tmp_path, checkpoint):
         assert owner_of(recipe.folder) is None  # and the memory of its base with it
     finally:
         gc.enable()
+
+
+def test_a_stage_of_objects_is_run_to_its_end(tmp_path, checkpoint, capsys):
+    asked = []
+
+    def reward(rollout):
+        asked.append(rollout.columns["topic"])
+        return [0.5] * len(rollout)
+
+    rows = {split: [{"prompt": f"Why {split}{i}?", "topic": split} for i in range(n)] for split, n in SIZES.items()}
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.max_steps=1", "ppo.eval_strategy=steps", "ppo.eval_steps=1")
+    given = {"train_dataset": rows["train"], "eval_dataset": rows["held out"]}
+    result = recipe.run_stage("ppo", reward, judge=reward, **given)
+    assert result["rows"] == SIZES and result["before"]["score"] == result["after"]["judge"] == 0.5
+    assert {topic for topics in asked for topic in topics} == set(SIZES)
+    told = capsys.readouterr().out
+    assert "data: train: 4 prompts, given | validation: 3 prompts, given" in told and "Why held out" in told
+    opened = open_run("chat", runs_dir=tmp_path / "runs")
+    assert opened.values["scorer"]["kind"] == "function" and policy_folder(opened).is_dir()
+    calls = len(asked)
+    again = recipe.run_stage("ppo", reward, judge=reward, **given)
+    assert again == result and len(asked) == calls  # it is finished
+    with pytest.raises(RecipeError, match="^reward and train_dataset would have no effect on the stage sft: only ppo"):
+        recipe.run_stage("sft", reward, train_dataset=rows["train"])
+    with pytest.raises(DataError, match="row 1: a prompt is in the column .*; present: topic"):
+        recipe.run_stage("ppo", reward, judge=reward, eval_dataset=[{"topic": "none"}], overwrite=True)
+    assert read_json(recipe.stage_folder("ppo") / "result.json") == result  # which came back
+
+
+SIZES = {"train": 4, "held out": 3}
 
 
 class Remembering(dict):
@@ -505,7 +535,7 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
     with pytest.raises(DataError, match="batch"):
         chat_recipe(tmp_path, checkpoint).ppo_trainer(train_dataset=["Why?"])
     assert began == ["sft"]
-    monkeypatch.setitem(build.MAKERS, "ppo", lambda recipe, train_dataset, callbacks: train_dataset)
+    monkeypatch.setitem(build.MAKERS, "ppo", lambda recipe, callbacks: recipe.task.prompts("train"))
     many = chat_recipe(tmp_path, checkpoint, "ppo.per_device_train_batch_size=20", name="many")  # of 24 prompts
     mine = [f"Why {i}?" for i in range(40)]
     assert len(many.ppo_trainer(train_dataset=mine)) == 40 and began == ["sft", "reward"]
@@ -586,10 +616,16 @@ def test_of_two_trainers_in_a_folder_the_later_one_alone_writes_there(tmp_path, 
         raise MemoryError
 
     monkeypatch.setitem(build.MAKERS, "ppo", fails)
+    with pytest.raises(MemoryError):  # the same once more, by mistake
+        chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.5", reward=None).ppo_trainer(count)
+    second.save_model()
     with pytest.raises(MemoryError):
-        chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.7", reward=None).ppo_trainer(count)
-    with pytest.raises(ToolkitError, match="a later trainer of this process"):
-        second.save_model()
+        chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.5", reward=None).ppo_trainer(count, overwrite=True)
+    second.log({"a": 1.0})
+    assert second.evaluate() and (tmp_path / "runs" / "chat" / "ppo" / "policy").is_dir()
+    with pytest.raises(MemoryError):  # whose settings are those of the run by now
+        chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.7", reward=None).ppo_trainer(count, overwrite=True)
+    second.save_model()
 
 
 def count(rollout):

@@ -505,13 +505,14 @@ def test_a_stage_may_have_data_of_its_own(tmp_path):
     assert recipe.task_of("ppo") is recipe.task and len(recipe.task.prompts("validation")) == 300
 
 
+def nothing(rollout):
+    return [0.0] * len(rollout)
+
+
 def test_a_function_in_place_of_the_scorer(tmp_path):
     recipe = load_changed(tmp_path)
-    scored = recipe._scored_by(scorer=test_only_plain_values_of_the_recipe_are_inserted)
-    assert scored.values["scorer"] == {
-        "kind": "function",
-        "function": f"{__name__}:test_only_plain_values_of_the_recipe_are_inserted",
-    }
+    scored = recipe._scored_by(scorer=nothing)
+    assert scored.values["scorer"] == {"kind": "function", "function": f"{__name__}:nothing"}
     as_object = recipe._scored_by(scorer=WeightedSum({"short": len})).values["scorer"]["function"]
     assert as_object == "toolkit.rewards.weighted:<WeightedSum>" and in_no_file(as_object)
     with pytest.raises(RewardError, match="put it into a file, and name that"):

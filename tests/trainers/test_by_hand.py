@@ -1,5 +1,6 @@
 """A trainer that a notebook makes by hand: what would end a run hours later is said at once, or does not happen."""
 
+import io
 import json
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from datasets import Dataset
+from rich.console import Console
 
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, trainer
 from toolkit.data import doubling
 from toolkit.errors import CheckpointError, ConfigError, DataError, RewardError, ToolkitError
+from toolkit.reports import Progress
 from toolkit.trainers.ppo import PPOTrainer
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -135,6 +138,16 @@ def test_settings_that_are_made_beside_a_trainer(tmp_path):
     config(tmp_path / "another")
     ours.train()
     assert ours.state.global_step == 2
+
+
+def test_an_evaluation_by_hand_shows_that_something_goes_on(tmp_path):
+    ours, progress = made(tmp_path), Progress("mine", Console(file=io.StringIO()))
+    ours.add_callback(progress)
+    ours.evaluate()
+    assert "mine: evaluation …" in progress.console.file.getvalue() and progress._open is None
+    with progress:
+        ours.evaluate()
+        assert progress._open is not None  # whoever has entered it leaves it
 
 
 def test_a_checkpoint_by_hand_after_the_best_came_back(tmp_path):

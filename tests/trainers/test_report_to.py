@@ -12,11 +12,14 @@ from toolkit.reports import MetricsFile, read_jsonl
 SHOWN = {"train/score", "train/kl", "train/explained_variance", "eval/score"}
 
 
-def told(folder, tool, **settings):
-    """A run that tells a tool what it measures: by the tool's name and step each figure of its metrics file."""
+def told(folder, tool, *, evaluated_first=False, **settings):
+    """A run, perhaps after an evaluation by hand, that tells a tool what it measures: by the tool's name and step each
+    figure of its metrics file."""
     settings |= {"report_to": tool, "eval_strategy": "steps", "eval_steps": 2}
     ours = trainer(folder, shared_base(), count_reward(9), **settings)
     ours.add_callback(MetricsFile(folder / "metrics.jsonl"))
+    if evaluated_first:
+        ours.evaluate()
     ours.train()
     figures = {}
     for row in read_jsonl(folder / "metrics.jsonl"):
@@ -32,7 +35,7 @@ def test_tensorboard_has_every_figure_under_its_name(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    figures = told(tmp_path, "tensorboard")
+    figures = told(tmp_path, "tensorboard", evaluated_first=True)
     (events,) = tmp_path.rglob("events.out.tfevents.*")
     assert tmp_path in events.parents  # and nowhere else
     read = EventAccumulator(str(events)).Reload()

@@ -1,6 +1,7 @@
 """A run that was stopped and resumed ends with the weights of one that was not, bit for bit, in every stage."""
 
 import json
+import linecache
 import math
 import os
 import shutil
@@ -713,6 +714,18 @@ class Combined:
 @pytest.mark.parametrize("parts", [[len], {"length": 0.5}, {"length": len}, 3, {}])
 def test_a_reward_may_call_anything_its_parts(parts):
     assert code_digests(Combined(parts)).keys() == {"test_resume.py"}
+
+
+def test_a_reward_in_a_cell_is_told_from_another_by_its_lines(monkeypatch):
+    found = []
+    for number, bonus in enumerate((1, 2, 1)):
+        cell = f"def mood(rollout):\n    return [{bonus}.0]\n"
+        monkeypatch.setitem(linecache.cache, f"<cell {number}>", (len(cell), None, cell.splitlines(True), ""))
+        names = {"__name__": "__main__"}
+        exec(compile(cell, f"<cell {number}>", "exec"), names)
+        found.append(code_digests(WeightedSum({"mood": names["mood"]})))
+    assert found[0] == found[2] != found[1] and found[0].keys() == {"mood"}
+    assert code_digests(eval("lambda rollout: [0.0]")) == {}  # text that is nowhere
 
 
 def test_files_of_rewards_that_are_objects_or_share_a_name_are_told_apart(tmp_path):

@@ -20,7 +20,7 @@ from toolkit.data import doubling
 from toolkit.errors import DataError
 from toolkit.models import SharedBase, load_base, load_role, sequence_logits
 from toolkit.spec.validate import measured_names
-from toolkit.trainers import reward
+from toolkit.trainers import reward, sft
 from toolkit.trainers.reward import (
     RewardConfig,
     RewardTrainer,
@@ -303,7 +303,8 @@ def test_the_loss_of_sft_is_a_mean_over_the_tokens_that_are_predicted(made, tmp_
     [(0, {}), (8, {}), (9, {}), (0, {"gradient_checkpointing": True}), (0, {"neftune_noise_alpha": 5.0})],
 )
 def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(common, besides, tmp_path, monkeypatch):
-    """By TRL's own pass over padded rows; with noise (which comes with a run) there is no other.
+    """As by TRL's own pass over padded rows under their mask, and so without a mask where nothing is packed, as with
+    noise (which comes with a run).
 
     Args:
         common: tokens that begin every prompt, of nine of which 8 are read once; of 8 none, as the first token of a
@@ -318,7 +319,9 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(common, besides, tmp_p
         **COMMON, **{"gradient_checkpointing": False, **besides},
     )  # fmt: skip
     found = []
-    for packs in (True, False):
+    for packs, masked in ((True, False), (False, False), (False, True)):
+        if masked:
+            monkeypatch.setattr(sft, "_without_mask", lambda inputs: (inputs, 0))
         base = SharedBase(tiny_model())
         base.add_role("policy", lora())
         randomize(base, "policy")
@@ -338,12 +341,14 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(common, besides, tmp_p
             "neftune_noise_alpha" not in besides and args.loss_type == "chunked_nll"
         )  # later TRLs have it in another form, and pad
         assert read[0]["input_ids"].shape == ((1, {0: 24, 8: 56, 9: 32}[common]) if packs else (4, 9 + common))
+        assert read[0]["attention_mask"].all() != masked
         found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.measured()])
-    (*ours, metrics), (*padded, expected) = found
-    assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
-    assert metrics["num_tokens"] == [20 + 4 * common]
-    for one, other in zip(ours, padded, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    *others, (*padded, expected) = found
+    assert expected["num_tokens"] == [20 + 4 * common]
+    for *ours, metrics in others:
+        assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
+        for one, other in zip(ours, padded, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_rows_that_trl_has_packed_are_not_packed_again(tmp_path):

@@ -196,6 +196,14 @@ def test_an_update_is_from_all_rollouts_that_were_gathered(tmp_path):
         assert torch.equal(found[0][name], found[1][name]), name
 
 
+def test_a_loop_that_gives_one_rollout_of_several_is_told(tmp_path):
+    ours = trainer(tmp_path, shared_base(), rollouts_per_update=3)
+    batch = next(iter(ours.batches()))
+    responses = ours.generate(batch)
+    with pytest.warns(UserWarning, match="an update of 4 responses, where rollouts_per_update makes it 12: .* Join"):
+        ours.step(batch, responses, ours.score(batch, responses))
+
+
 def test_an_update_may_take_more_than_a_pass_and_logs_parts_over_all(tmp_path):
     lengths = []
 

@@ -252,15 +252,17 @@ def test_a_special_token_that_no_text_becomes_needs_no_embedding():
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype", "limit"),
+    ("flags", "dtype", "computes", "limit"),
     [
-        ({"bf16": True}, torch.float32, 5e-2), ({"fp16": True}, torch.float32, 1e-2),
-        ({}, torch.float32, 1e-4), ({}, torch.bfloat16, 5e-2),
+        ({"bf16": True}, torch.float32, None, 5e-2), ({"fp16": True}, torch.float32, None, 1e-2),
+        ({}, torch.float32, None, 1e-4), ({}, torch.bfloat16, None, 5e-2),
+        ({}, torch.float32, torch.bfloat16, 5e-2), ({}, torch.float32, torch.float32, 1e-4),  # layers in 4 bits
     ],
 )  # fmt: skip
-def test_how_far_from_1_the_ratio_may_be_is_a_matter_of_precision(flags, dtype, limit):
+def test_how_far_from_1_the_ratio_may_be_is_a_matter_of_precision(flags, dtype, computes, limit):
     args = SimpleNamespace(**{"bf16": False, "fp16": False, **flags})
-    base = SimpleNamespace(causal_lm=SimpleNamespace(dtype=dtype))
+    layers = [SimpleNamespace(), SimpleNamespace(compute_dtype=computes)]
+    base = SimpleNamespace(causal_lm=SimpleNamespace(dtype=dtype, modules=lambda: iter(layers)))
     mask = torch.tensor([[True, True, False]])
     off = limit * torch.tensor([[1.0, -1.0, 100.0]])  # of both signs, and padding counts nothing
     self_checks.check_ratio(base, args, 0.9 * off, mask)

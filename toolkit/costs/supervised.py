@@ -33,8 +33,7 @@ def counted_step(
         kind: of the stage's data: "demonstrations" for sft, "pairs" or "labelled" for a reward.
         roles: as `take_shape` leaves them, with the role that the stage trains.
         args: of the stage.
-        length: tokens of all rows, which are as long as they can be; `held_out` of those of the evaluation. On a card
-            all but one are a token shorter, for the mask that padding brings.
+        length: tokens of all rows, which are as long as they can be; `held_out` of those of the evaluation.
         on_cpu: as for `CountedUpdate`.
     """
     sft = kind == "demonstrations"
@@ -45,11 +44,9 @@ def counted_step(
 
     def rows_of(number: int, tokens: int) -> list[dict[str, Any]]:
         ids = [TOKEN] * tokens
-        # Under a mask a card has keys and values for each head. A CPU needs none, as it packs rows; nor do full rows.
-        fewer = ids if on_cpu or (sft and args.packing) else ids[: max(1, tokens - 1)]
         if kind == "pairs":
-            return [{"chosen_ids": ids, "rejected_ids": fewer}] * number
-        return [{"input_ids": row, "labels": row if sft else 0} for row in (ids, *[fewer] * (number - 1))]
+            return [{"chosen_ids": ids, "rejected_ids": ids}] * number
+        return [{"input_ids": ids, "labels": ids if sft else 0}] * number
 
     parts = 2 if in_line else 1
     rows = rows_of(parts * args.per_device_train_batch_size, max(1, length // parts))

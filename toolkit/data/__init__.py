@@ -15,6 +15,7 @@ from toolkit.data.batches import (
 )
 from toolkit.data.doubling import Doubling
 from toolkit.data.encoder import PromptEncoder
+from toolkit.data.given import GivenPrompts
 from toolkit.data.instructions import PER_RULE, Instructions
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Demonstrations, Prompts

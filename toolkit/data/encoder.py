@@ -28,6 +28,14 @@ def within_limit(ids: list[int], what: str, limit: int | None, on_long: OnLong =
     return ids[-limit:] if what == "prompt" else ids[:limit]
 
 
+def padded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether ids begin or end with padding, which would be read as text; one token may be of another use as well."""
+    pad = tokenizer.pad_token_id
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
+    padding = [pad] * (2 if pad in others else 1)
+    return pad is not None and padding in (ids[: len(padding)], ids[-len(padding) :])
+
+
 @dataclass(frozen=True)
 class PromptEncoder:
     """Prompts and responses to token ids; `chat` and `system` as in `SourceTask`.
@@ -163,6 +171,8 @@ class PromptEncoder:
             raise Unusable(f"{column} that are no list of whole numbers")
         if not self._vocabulary.issuperset(value):
             raise Unusable("ids that are not in the vocabulary")
+        if padded(value, self.tokenizer):
+            raise Unusable(f"{column} with padding ({self.tokenizer.pad_token})")
         return value
 
     @cached_property

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 
+from toolkit import phases
 from toolkit.data.files import listed
 from toolkit.data.messages import (
     BESIDE_AN_INSTRUCTION,
@@ -70,20 +71,29 @@ class Prompts(SplitTask):
         return [tuple(ids) for ids in rows["input_ids"][:]]
 
     def report(self, *splits: str) -> str | None:
+        return f"{super().report(*splits)}{self._not_read(*(self._splits[one].rows for one in splits or self._splits))}"
+
+    def prompts_of(self, rows: Any, *, field: str = "train_dataset") -> Dataset:
+        given = super().prompts_of(rows, field=field)
+        if told := self._not_read(given):
+            phases.tell(f"{field}: {len(given)} {self.unit}{told}")
+        return given
+
+    def _not_read(self, *data: Dataset) -> str:
+        """What is said of the columns that `_beside` finds."""
         # Of a prompt that is cut the first part is not there to be found.
-        read = (splits or self._splits) if self.on_long == "leave_out" else ()
-        counts = Counter(name for split in read for name in self._beside(self._splits[split].rows))
+        counts = Counter(name for rows in data if self.on_long == "leave_out" for name in self._beside(rows))
         told = (
             f'; {count:,} have a column "{name}" that is no part of the prompt: if it should be, write it there'
             for name, count in counts.items()
         )
-        return f"{super().report(*splits)}{''.join(told)}"
+        return "".join(told)
 
     def _beside(self, rows: Dataset) -> Iterator[str]:
         """The columns that hold what other tools take for a part of the prompt. A reward may read them."""
         known = [name for name in rows.column_names if name.lower() in (*PARTS, *BESIDE_AN_INSTRUCTION, "tools")]
         asked = [name for name in ("messages", "prompt") if name in rows.column_names]
-        for row in each_of(rows.select_columns([*known, *asked])) if known else ():
+        for row in each_of(rows.select_columns([*known, *asked])) if known and asked else ():
             for name in known:
                 value = row[name]
                 if value and not (isinstance(value, dict) and not any(value.values())):

@@ -143,20 +143,20 @@ def _no_column(name: str, values: Sequence[Any]) -> Exception | None:
     return None
 
 
-def rows_in_memory(rows: Any) -> Any:
+def rows_in_memory(rows: Any, field: str) -> Any:
     """Rows that a caller gives: a data set without its format, anything else as a list.
 
-    Raises: DataError, of `train_dataset`: they are a table or a text, which would be gone through by its columns or its
+    Raises: DataError, of `field`: they are a table or a text, which would be gone through by its columns or its
     letters, or none.
     """
     kind, remedy = type(rows).__name__, "Give texts, rows or a datasets.Dataset; a file goes to data.train."
     is_table = hasattr(rows, "columns") or hasattr(rows, "column_names")
     of_rows = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, Mapping, os.PathLike))
     if not isinstance(rows, Dataset) and (is_table or not of_rows):
-        raise DataError(f"a {kind} is no list of rows.", field="train_dataset", remedy=remedy)
+        raise DataError(f"a {kind} is no list of rows.", field=field, remedy=remedy)
     found = rows.with_format(None) if isinstance(rows, Dataset) else list(rows)  # else ids may come as tensors
     if not len(found):
-        raise DataError("it has no rows.", field="train_dataset", remedy=remedy)
+        raise DataError("it has no rows.", field=field, remedy=remedy)
     return found
 
 

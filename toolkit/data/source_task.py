@@ -49,7 +49,7 @@ class SourceTask(Task):
     Args:
         tokenizer: with a chat template, unless `chat` is off.
         train: file, folder or hub id, as `toolkit.data.sources` reads them; or several, read one after the other.
-        subset: `data_dir` of a hub id, for example "harmless-base".
+        subset: `data_dir` of a hub id, for example "harmless-base"; or several, read one after the other.
         name: configuration of a hub id that has several: "main" for openai/gsm8k.
         chat: a conversation is written in the tokenizer's chat template, and a prompt that is text becomes a message of
             the user. False writes conversations in hh-rlhf's own form and takes text as it is, with the special tokens
@@ -64,7 +64,7 @@ class SourceTask(Task):
     tokenizer: PreTrainedTokenizerBase
     train: str | list[str]
     _: KW_ONLY
-    subset: str | None = None
+    subset: str | list[str] | None = None
     name: str | None = None
     chat: bool = True
     system: str | None = None
@@ -77,9 +77,10 @@ class SourceTask(Task):
 
     def __post_init__(self) -> None:
         sources = {field: vars(self).get(field) for field in ("train", "validation")}
-        for field, source in sources.items():
+        for field, source in {**sources, "subset": self.subset}.items():
             if source == []:
-                raise DataError("it names no source.", field=field, remedy="Name a file, a folder or a hub id.")
+                what = ("part", "one") if field == "subset" else ("source", "a file, a folder or a hub id")
+                raise DataError(f"it names no {what[0]}.", field=field, remedy=f"Name {what[1]}.")
         check_hub_settings(*chain(*map(names_of, sources.values())), subset=self.subset, name=self.name)
         check_columns(self.columns, self.known_columns)
         for name, value in vars(self).items():
@@ -101,7 +102,8 @@ class SourceTask(Task):
         raise NotImplementedError
 
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
-        names, settings = names_of(source), {"subset": self.subset, "name": self.name}
+        names = names_of(source)
+        settings: dict[str, Any] = {"subset": self.subset, "name": self.name}
         named_by = split if getattr(self, split, None) is not None else "train"
         rows = chain.from_iterable(read_rows(one, field=named_by, split=split, **settings) for one in names)
         return usable_rows(rows, self._encode, self._pack, split=split, source=listed(names), limit=limit)
@@ -126,22 +128,25 @@ class SourceTask(Task):
         names = dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(rows)])
         return {name: [row.get(name) for row in rows] for name in names}
 
-    def prompts_of(self, rows: Any) -> Dataset:
-        """Rows in memory as prompts: texts, or mappings with the columns of a file of prompts, or ready `input_ids`."""
-        rows = rows_in_memory(rows)
+    def prompts_of(self, rows: Any, *, field: str = "train_dataset") -> Dataset:
+        """Rows in memory as prompts: texts, or mappings with the columns of a file of prompts, or ready `input_ids`.
+
+        Raises: DataError, of `field`: they are none.
+        """
+        rows = rows_in_memory(rows, field)
         if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
-            return super().prompts_of(rows)
+            return super().prompts_of(rows, field=field)
         given = (dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows)
         numbered = ((f"row {number}", row) for number, row in enumerate(given, 1))
 
         def encoded(place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
             return self._encode_prompt(place, row, first, self._prompt_columns_in(first))
 
-        part = usable_rows(numbered, encoded, split="train_dataset", source="the rows given")
+        part = usable_rows(numbered, encoded, split=field, source="the rows given")
         if part.left_out:
-            phases.tell(f"train_dataset: {part.report('prompts')}")
+            phases.tell(f"{field}: {part.report('prompts')}")
         columns = self._prompt_columns(part.rows)
-        return as_dataset(columns, place="the rows given", field="train_dataset", places=part.places)
+        return as_dataset(columns, place="the rows given", field=field, places=part.places)
 
     def _prompt_columns_in(self, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Where a row that is given by hand has its prompt: in a column that the task names, else in one of ours."""

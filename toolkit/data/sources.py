@@ -27,7 +27,7 @@ _CONFIGURATIONS = re.compile(r"(?:the available configs: |not found\. Available:
 
 
 def read_rows(
-    source: str, *, field: str, split: str = "train", subset: str | None = None, name: str | None = None
+    source: str, *, field: str, split: str = "train", subset: Source | None = None, name: str | None = None
 ) -> Iterator[Row]:
     """Every row of a source as `(place, row)`, for example `("data/queries.jsonl, line 3", {"query": …})`.
 
@@ -38,7 +38,7 @@ def read_rows(
         field: what named it, for errors: "train".
         split: of a hub id or a saved `DatasetDict`: "train", or anything else for the held-out one, which is
             `test`, or `validation` where there is no `test`.
-        subset: `data_dir` of a hub id.
+        subset: `data_dir` of a hub id; or several, read one after the other.
         name: of a hub id's configuration, where it has several.
     """
     path = _path(source)
@@ -59,7 +59,8 @@ def read_rows(
         elif not _HUB_ID.fullmatch(source):
             raise DataError(f'there is no "{shown(source)}".', remedy=f"{_nearest(path)} {accepted}".strip())
         else:
-            yield from _read_hub(source, split, subset, name)
+            for part in names_of(subset) if subset is not None else [None]:
+                yield from _read_hub(source, split, part, name)
 
 
 def _path(source: str) -> Path:
@@ -102,7 +103,7 @@ def is_hub_id(source: str) -> bool:
     return not os.path.exists(path) and path.suffix.lower() not in READERS and bool(_HUB_ID.fullmatch(source))
 
 
-def check_hub_settings(*sources: str, **settings: str | None) -> None:
+def check_hub_settings(*sources: str, **settings: Source | None) -> None:
     """Raises DataError if one of `HUB_SETTINGS` is given, and none of a task's sources is a hub id."""
     given = [name for name, value in settings.items() if value is not None]
     if given and not any(map(is_hub_id, sources)):
@@ -176,7 +177,8 @@ def _read_hub(source: str, split: str, subset: str | None, name: str | None) -> 
             remedy += f" Set {given} to null, if that is of another data set."
         raise DataError(wrong, remedy=remedy) from error
     part = _split_name(data, split, source, "another source")
-    yield from numbered(f"{source} ({part})", data[part].with_format("arrow").iter(batch_size=1000))
+    place = source if subset is None else f"{source}/{subset}"
+    yield from numbered(f"{place} ({part})", data[part].with_format("arrow").iter(batch_size=1000))
 
 
 def _split_name(data: DatasetDict, split: str, place: str, next_step: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.encoder import padded
 from toolkit.data.messages import Messages, messages_of_row
 from toolkit.data.rollouts import Rollout
 from toolkit.data.rows import Split, as_dataset, rows_in_memory
@@ -61,20 +62,26 @@ class Task:
         """Column `input_ids`, and those that go to the reward and the metrics."""
         raise self._lacks("prompts")
 
-    def prompts_of(self, rows: Any) -> Dataset:
-        """Rows in memory as prompts: texts, or mappings with a column of ours for the prompt, or ready `input_ids`."""
-        dataset = rows_in_memory(rows)
+    def prompts_of(self, rows: Any, *, field: str = "train_dataset") -> Dataset:
+        """Rows in memory as prompts: texts, or mappings with a column of ours for the prompt, or ready `input_ids`.
+
+        Raises: DataError, of `field`: they are none.
+        """
+        dataset = rows_in_memory(rows, field)
         if not (isinstance(dataset, Dataset) and "input_ids" in dataset.column_names):
             given = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in dataset]
-            numbered = ((f"train_dataset: row {number}", row) for number, row in enumerate(given, 1))
+            numbered = ((f"{field}: row {number}", row) for number, row in enumerate(given, 1))
             read = [row if "input_ids" in row else self.prompt_of(place, row)[1] for place, row in numbered]
             columns = {name: [row.get(name) for row in read] for name in dict.fromkeys(chain.from_iterable(read))}
-            dataset = as_dataset(columns, place="the rows given", field="train_dataset")
+            dataset = as_dataset(columns, place="the rows given", field=field)
         known = frozenset(self.tokenizer.get_vocab().values())  # not all ids below their number, where there is a gap
         for number, ids in enumerate(dataset["input_ids"], 1):
             if not (isinstance(ids, list) and ids and all(type(i) is int and i in known for i in ids)):
                 wrong = f"row {number}: input_ids is {reprlib.repr(ids)}, and ids of known tokens are needed."
-                raise DataError(wrong, field="train_dataset", remedy="Mend or remove the row.")
+                raise DataError(wrong, field=field, remedy="Mend or remove the row.")
+            if padded(ids, self.tokenizer):
+                wrong = f"row {number}: input_ids has padding ({self.tokenizer.pad_token}), which would be read as text"
+                raise DataError(f"{wrong}.", field=field, remedy="Give the ids without it.")
         return dataset
 
     def rated(self, split: str) -> Dataset:

@@ -118,7 +118,7 @@ class _OfFrozenHead(torch.autograd.Function):
 
 
 def log_softmax_at(logits: Tensor, temperature: float) -> Tensor:
-    """The log-softmax of logits (..., V) in any precision, in float32 without a copy in it."""
+    """The log-softmax of logits (..., V) in any precision, in float32; of float16 on a GPU without a copy in it."""
     if temperature != 1.0:
         logits = logits.float() / temperature
     return logits.log_softmax(dim=-1, dtype=torch.float32)

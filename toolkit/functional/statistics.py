@@ -69,7 +69,7 @@ def update_moments(moments: Moments, values: Tensor) -> Moments:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and variance 1 over the mask: (values − mean) / √(var + 1e-8); (B, T), 0 outside the mask.
 
-    Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", detail 20, of advantages.
+    Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", section 7, on advantages.
     """
     # 1e-8 as in TRL's and OpenAI's whitening, so that advantages agree with theirs.
     scaled = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8)
@@ -77,7 +77,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
-    """As `whiten`, with the mean where it is: of rewards, whose sign carries meaning (detail 16)."""
+    """As `whiten`, with the mean where it is: of rewards, whose sign carries meaning (section 7, too)."""
     scaled = whiten(values, mask) + masked_mean(values, mask)
     return torch.where(mask, scaled, torch.zeros_like(scaled))
 

@@ -67,6 +67,7 @@ from toolkit.models.precision import (
     Precision,
     default_device,
     fast_precision,
+    in_tf32,
     on_another_machine,
     quantization_config,
     resolved,

@@ -142,6 +142,8 @@ def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *
     with base.role(role):
         positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)  # of padding, the token before it
         if not base.packs_rows:
+            if attention_mask[:, 0].all():  # padding comes last: see `Sequences.attention_mask`
+                attention_mask = torch.ones_like(attention_mask)
             return base.hidden_states(input_ids, attention_mask, position_ids=positions)
         sequences = Sequences.from_padded(input_ids, attention_mask)
         places = sequences.places(positions)

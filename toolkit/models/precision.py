@@ -17,6 +17,12 @@ _MATMUL = (128, 256, 256)  # of the comparison: under a millisecond in float32, 
 _TRIED_SECONDS = 0.3  # more than other work on the same cores holds it up at a stretch
 
 
+def in_tf32(device: torch.device) -> bool:
+    """Whether products in float32 have TF32's ten bits there, as many as float16's."""
+    products: Any = torch.backends  # which torch does not declare
+    return device.type == "cuda" and "tf32" in (products.fp32_precision, products.cuda.matmul.fp32_precision)
+
+
 @dataclass(frozen=True)
 class Precision:
     """A dtype by torch's name; and why it is this one, where nobody has said so."""

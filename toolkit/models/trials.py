@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError, ToolkitError
+from toolkit.models.precision import in_tf32
 
 _NEAR, _NEAR_IN_16_BITS = 1e-3, 0.1
 _TOKENS = 6
@@ -33,8 +34,8 @@ def ids_of(model: PreTrainedModel) -> Tensor:
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """How far they may be: more where weights or activations have 16 bits or less."""
-    exact = model.dtype is torch.float32 and not getattr(model, "is_quantized", False)
+    """How far they may be: more where weights or activations have 16 bits or less, or their products TF32's."""
+    exact = model.dtype is torch.float32 and not getattr(model, "is_quantized", False) and not in_tf32(model.device)
     return _NEAR if exact else _NEAR_IN_16_BITS
 
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 from rich.console import Console
@@ -174,6 +174,10 @@ class Progress(TrainerCallback, ExportableState):
         if self._open is not None:
             self._open.close()
             self._open = None
+
+    def by_hand(self) -> AbstractContextManager[Any]:
+        """Shown inside, where it is not shown anyway."""
+        return self if self._open is None else nullcontext()
 
     def _speak(self) -> None:
         """The thread that prints what is told, and, where there is no terminal, that something goes on."""

@@ -92,6 +92,11 @@ def check_reward(reward: Any, field: str) -> None:
         raise RewardError(f"a function of a rollout is needed, got {reprlib.repr(reward)}.", field=field)
     if inspect.isclass(reward):
         raise of_a_class(reward.__name__, field, at=_definition(reward))
+    kinds = [one for one in type(reward).__mro__ if one.__module__.partition(".")[0] in ("transformers", "peft")]
+    if any(one.__name__ in ("PreTrainedModel", "PeftModel", "Pipeline") for one in kinds):
+        wrong = f"a {type(reward).__name__} takes token ids or texts, and a reward is called with a rollout."
+        remedy = "Give RewardModel(model, tokenizer) of toolkit.rewards, or call it in a function of the rollout."
+        raise RewardError(wrong, field=field, remedy=remedy)
     try:
         signature = inspect.signature(reward)
     except ValueError:  # some functions of C do not say
@@ -222,9 +227,19 @@ def _file_of(part: Any) -> Path | None:
     return next((path for path in own if path.is_file()), None)
 
 
+def _cell_of(part: Any) -> dict[str, str]:
+    """The lines of a reward that is written in a notebook's cell, by its name."""
+    code = _code_of(part)
+    if code is None or of_a_library(code.co_filename) or _file_of(part) is not None:
+        return {}
+    with suppress(OSError, TypeError):  # of code that is nowhere as text
+        return {code.co_qualname: inspect.getsource(code)}
+    return {}
+
+
 def code_digests(reward: Any) -> dict[str, str]:
-    """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in; and of a frozen model by
-    which it scores, of the first numbers of its weights."""
+    """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in, or of its lines in a
+    notebook's cell; and of a frozen model by which it scores, of the first numbers of its weights."""
     own = getattr(reward, "parts", None)  # of a `WeightedSum`; one of a user's can be anything
     parts = [reward, *(own.values() if isinstance(own, dict) and all(map(callable, own.values())) else ())]
     files = sorted({path for path in map(_file_of, parts) if path is not None})
@@ -233,6 +248,7 @@ def code_digests(reward: Any) -> dict[str, str]:
         str(path) if path.name in shared else path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
     }
     for part in parts:
+        texts |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in _cell_of(part).items()}
         if hasattr(type(part), "digest_of_weights"):  # not of the object: what a user's has may be anything
             texts |= part.digest_of_weights()
     return texts

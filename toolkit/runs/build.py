@@ -255,16 +255,13 @@ def make_ppo_trainer(
     *,
     reward: Reward | None = None,
     judge: Reward | None = None,
-    train_dataset: Any = None,
     callbacks: Callbacks = (),
 ) -> Any:
-    """The ppo stage, by our loop or by TRL's own; reward, judge and rows that are given come before the recipe's."""
+    """The ppo stage, by our loop or by TRL's own; a reward and a judge that are given come before the recipe's."""
     set_seed(recipe.seed)
     config = _for_training(recipe, "ppo")
     roles, pad_tokens = placed_roles(recipe, "ppo")
-    prompts = recipe.task.prompts_of(train_dataset) if train_dataset is not None else None
-    if prompts is None:
-        prompts = stage_dataset(recipe, "ppo", "prompts", "train")
+    prompts = stage_dataset(recipe, "ppo", "prompts", "train")
     named = _named(recipe, "ppo", callbacks)
     if config.loop == "trl":
         with within("ppo"):

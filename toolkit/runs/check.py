@@ -37,8 +37,7 @@ def check(recipe: Recipe) -> Report:
 def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collection[str] = ()) -> Report:
     """As `check`, of what some stages need.
 
-    A scorer or judge that Python has handed over may have no name by which it could be found: it is not looked for; and
-    a `train_dataset` is trained on in place of the recipe's prompts.
+    A scorer or judge that Python has handed over may have no name by which it could be found: it is not looked for.
     """
     findings = Findings()
     plans = [recipe.plan.stages[name] for name in STAGES if name in recipe.plan.stages and name in wanted]
@@ -51,7 +50,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
     for_q = any(plan.stage == "q" for plan in plans)
     read = {*STAGE_CLASSES, *([] if for_q else ["collect"])}
     names = [plan.stage for plan in plans if plan.stage in read and roles.tokenizer]
-    data = DataCheck(recipe, names, findings, roles, handed_over)
+    data = DataCheck(recipe, names, findings, roles)
     facts = data.facts()
     _check_scorers(recipe, roles, data, findings, handed_over)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
@@ -77,7 +76,7 @@ def _check_scorers(
         roles=roles.roles,
         tokenizer=roles.tokenizer,
         prompts=lambda: scored_prompts(recipe, "reward") if data.prompts_read else (),
-        reads_rows=not data.prompts_handed_over,
+        reads_rows=True,
         chats=data.prompts_read and recipe.task.chats,
         adapters=adapter_roles(recipe.values),
         untrained=roles.untrained,

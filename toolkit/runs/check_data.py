@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -88,10 +88,8 @@ class DataCheck:
         stages: Sequence[str],
         findings: Findings,
         roles: RolesCheck,
-        handed_over: Collection[str],
     ):
         self.recipe, self.stages, self.findings, self.roles = recipe, stages, findings, roles
-        self.prompts_handed_over = "train_dataset" in handed_over  # and looked at, where they were
         self.prompts_read = False
 
     def facts(self) -> tuple[StageFacts, ...]:
@@ -113,16 +111,13 @@ class DataCheck:
         section, kind = recipe.data_section(stage), recipe.plan.stages[stage].rows
         state = self._state(stage)
         with self.findings.at(key=section):
-            others = stage == "ppo" and self.prompts_handed_over
-            first = "validation" if others else "train"
-            train, held_out = (build.stage_dataset(recipe, stage, kind, split) for split in (first, "validation"))
+            train, held_out = (build.stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
             longest, response = max(longest_row(train), longest_row(held_out)), 0
             with self.findings.at(key=stage):
                 config = self._config(stage)
                 prepared = counted_rows(train, config) if stage == "sft" else train
                 with self.findings.at(stage):
-                    if not others:
-                        check_batch(config, len(prepared))
+                    check_batch(config, len(prepared))
                 facts = batch_figures(stage, config, len(prepared))
                 if stage == "ppo":
                     self.prompts_read = True
@@ -213,8 +208,7 @@ class DataCheck:
             with problems.at("ppo"):
                 check_trl_loop(config, self.recipe.tokenizer, roles)
         with problems.at("ppo"):
-            if not self.prompts_handed_over:
-                check_dataset(prompts, config.rollout_batch_size)
+            check_dataset(prompts, config.rollout_batch_size)
         with problems.at("ppo"):
             check_room([longest], config.max_length, config.min_response_length)
         if roles:

@@ -5,7 +5,7 @@ says that it is finished.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +22,7 @@ from toolkit.data import data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, within
 from toolkit.reports import APART, Progress, Responses
-from toolkit.runs.build import RESPONSES_FILE, about_stage, make_trainer, measures, stage_dataset
+from toolkit.runs.build import RESPONSES_FILE, Callbacks, about_stage, make_trainer, measures, stage_dataset
 from toolkit.runs.check_data import check_best
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
@@ -64,25 +64,34 @@ def collect_stage(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
-def train_stage(recipe: Recipe, stage: str, checkpoint: Path | None) -> dict[str, Any]:
-    """Train a stage, from a checkpoint if there is one; what stands in `result.json`."""
+def train_stage(
+    recipe: Recipe, stage: str, checkpoint: Path | None, *, callbacks: Callbacks = (), **given: Any
+) -> dict[str, Any]:
+    """Train a stage, from a checkpoint if there is one; what stands in `result.json`. What is given goes to its
+    trainer."""
     progress = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
     with progress:
-        result, samples = _trained(recipe, stage, checkpoint, progress)
+        result, samples = _trained(recipe, stage, checkpoint, progress, callbacks, given)
     show_result(result, samples)
     say(f"report: {recipe.stage_folder(stage) / reports.REPORT_FILE}")
     return result
 
 
 def _trained(
-    recipe: Recipe, stage: str, checkpoint: Path | None, progress: Progress
+    recipe: Recipe,
+    stage: str,
+    checkpoint: Path | None,
+    progress: Progress,
+    callbacks: Callbacks,
+    given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
     with phases.phase("load"), processes.agreed(), weights_fit(recipe):
         for sentence in about_stage(recipe, stage):
             say(sentence)
-        trainer = make_trainer(recipe, stage, callbacks=[] if progress.quiet else [progress])
+        shown = [] if progress.quiet else [progress]
+        trainer = make_trainer(recipe, stage, callbacks=[*shown, *callbacks], **given)
         check_best_is_measured(recipe, stage, trainer)
     for line in banner(recipe, stage, trainer):
         say(line)

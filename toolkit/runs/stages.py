@@ -129,6 +129,28 @@ def _result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True, **way
     return result_comes_back(recipe, stage, trains=trains) if resumed else nullcontext()
 
 
+def _given(recipe: Recipe, given: Mapping[str, Any] | None, callbacks: Callbacks) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe with the prompts that Python gives, and what else it gives: reward and judge. Mistakes in them are
+    found before a stage has run for an hour."""
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"a list of them is needed, got {type(callbacks).__name__}.", field="callbacks")
+    others = {name: value for name, value in (given or {}).items() if value is not None}
+    prompts: dict[str, Any] = {name: others.pop(name) for name in ("train_dataset", "eval_dataset") if name in others}
+    if prompts:
+        recipe = recipe.with_prompts(prompts)
+        config = trainer_config(recipe, "ppo")
+        if "train_dataset" in prompts:
+            check_dataset(recipe.task.prompts("train"), config.rollout_batch_size)
+        for split in [{"train_dataset": "train", "eval_dataset": "test"}[name] for name in prompts]:
+            check_room(map(len, recipe.task.prompts(split)["input_ids"]), config.max_length, config.min_response_length)
+    return recipe, others
+
+
+def _by_section(given: Mapping[str, Any]) -> set[str]:
+    """The sections in whose place something is given."""
+    return {"scorer" if name == "reward" else name for name in given}
+
+
 def prepared(
     recipe: Recipe,
     stage: str,
@@ -140,26 +162,17 @@ def prepared(
 ) -> Any:
     """The stage's trainer, after its prerequisites: for notebooks. As long as it is there, nobody else may train.
 
-    `given` comes before what the recipe says: `reward`, `judge` and `train_dataset` of ppo.
+    `given` comes before what the recipe says: `reward`, `judge`, `train_dataset` and `eval_dataset` of ppo.
     """
-    if not isinstance(callbacks, Sequence):
-        raise ConfigError(f"a list of them is needed, got {type(callbacks).__name__}.", field="callbacks")
-    given = {name: value for name, value in (given or {}).items() if value is not None}
     recipe = replace(recipe)  # its rows are read anew: a file may have been mended since an earlier trainer
-    with _kept_whole(recipe, stage, **way):
+    with _earlier_comes_back(recipe, stage), _kept_whole(recipe, stage, **way):
         if way.get("resume") and processes.by_main(lambda: finished(recipe, stage)) is not None:
             wrong = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
             longer = f"A larger {stage}.max_steps makes it longer."
             raise RecipeError(wrong, remedy=f"{longer} Else name a new run ($run), or give $overwrite to repeat it.")
         processes.by_main(lambda: _check_way(recipe, stage, resume=False))
-        if "train_dataset" in given:  # its mistakes, too, are found before a stage has run for an hour
-            given["train_dataset"] = recipe.task.prompts_of(given["train_dataset"])
-            config = trainer_config(recipe, stage)
-            check_dataset(given["train_dataset"], config.rollout_batch_size)
-            lengths = map(len, given["train_dataset"]["input_ids"])
-            check_room(lengths, config.max_length, config.min_response_length)
-        handed_over = {{"reward": "scorer"}.get(name, name) for name in given}
-        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
+        recipe, given = _given(recipe, given, callbacks)
+        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(given), **way)
         with _result_comes_back(recipe, stage, trains=False, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
             _take_from_earlier(recipe.stage_folder(stage))
@@ -169,8 +182,7 @@ def prepared(
             with processes.agreed():  # room for copies is that of each one's card
                 trainer = make_trainer(recipe, stage, callbacks=[shown, *callbacks], **given)
                 check_best_is_measured(recipe, stage, trainer)
-            if "train_dataset" not in given:  # of which is said what was left out
-                say_rows(recipe, stage, trainer)
+            say_rows(recipe, stage, trainer)
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
@@ -181,13 +193,17 @@ def prepared(
 _writers: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()  # by folder, of this process
 
 
+_WRITES = ("train", "step", "evaluate", "log", "save_checkpoint", "save_model")
+
+
 def _take_from_earlier(folder: Path) -> None:
     """Let no earlier trainer of this process write to a folder that is another's now, as where a cell is run twice: it
     would be mixed with what that one writes."""
     if (earlier := _writers.pop(folder.resolve(), None)) is None:
         return
     wrong = f"a later trainer of this process has taken {folder}, and what both write there would be mixed."
-    taken = ToolkitError(wrong, remedy="Use that one, or name a run for each ($run).")
+    remedy = "Use that one, or name a run for each ($run). What this one has learnt save_model saves elsewhere."
+    taken = ToolkitError(wrong, remedy=remedy)
     saves = earlier.save_model
 
     def refused(*_: Any, **__: Any) -> None:
@@ -198,14 +214,38 @@ def _take_from_earlier(folder: Path) -> None:
             raise taken
         return saves(output_dir, *arguments, **named)
 
-    earlier.save_model = saved
-    for name in ("train", "step", "evaluate", "log", "save_checkpoint"):
+    for name in _WRITES:
         if hasattr(earlier, name):
             setattr(earlier, name, refused)
+    earlier.save_model = saved
+
+
+@contextmanager
+def _earlier_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
+    """Where an error or a stop ends the making of a later trainer, and the run is as it was, the earlier one may write
+    to it again: a cell that was run twice by mistake costs nothing."""
+    folder, path = recipe.stage_folder(stage).resolve(), recipe.folder / RECIPE_FILE
+    earlier = _writers.get(folder)
+    was = path.read_bytes() if earlier is not None and path.is_file() else None
+    try:
+        yield
+    except BaseException:
+        if was is not None and path.is_file() and path.read_bytes() == was:
+            for name in _WRITES:
+                vars(earlier).pop(name, None)
+            _writers[folder] = earlier
+        raise
 
 
 def run(
-    recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False, from_run: str | None = None
+    recipe: Recipe,
+    stage: str,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    from_run: str | None = None,
+    callbacks: Callbacks = (),
+    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run one stage and what it needs; what stands in its `result.json`. One that is finished is not repeated.
 
@@ -217,6 +257,8 @@ def run(
         resume: go on from the newest whole checkpoint of each unfinished stage; from the beginning where none is.
         from_run: name of another run in the same folder of runs. Its finished stages are taken where this one lacks
             them and the settings that they read agree.
+        callbacks: of transformers, beside those that show and record the run.
+        given: as of `prepared`.
 
     Raises:
         RunInterrupted: a signal asked to stop, and the stage was saved.
@@ -231,7 +273,8 @@ def run(
             say(f"{finished_in} --overwrite repeats it (make: OVERWRITE=1).")
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
-        _run_prerequisites(recipe, stage, from_run=from_run, **way)
+        recipe, others = _given(recipe, given, callbacks)
+        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(others), **way)
         with _result_comes_back(recipe, stage, **way):
             processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
             for later, planned in recipe.plan.stages.items() if overwrite else ():
@@ -243,7 +286,7 @@ def run(
             try:
                 if stage == "collect":
                     return collect_stage(recipe)
-                return train_stage(recipe, stage, checkpoint)
+                return train_stage(recipe, stage, checkpoint, callbacks=callbacks, **others)
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(recipe, stage) from error
 

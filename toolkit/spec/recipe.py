@@ -1,13 +1,14 @@
 """A checked recipe and what can be made from it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
-from toolkit.data import TASKS, Task
+from toolkit.data import TASKS, GivenPrompts, Task
 from toolkit.errors import within
 from toolkit.models import Precision, load_tokenizer
 from toolkit.rewards import Scorer, scorer_of
@@ -28,12 +29,18 @@ class Recipe:
         values: the recipe, resolved and checked.
         run: name of the run.
         runs_dir: folder of all runs.
+        prompts: of ppo, in place of those of its data; made by `with_prompts`.
     """
 
     name: str
     values: dict[str, Any]
     run: str
     runs_dir: Path
+    prompts: GivenPrompts | None = field(default=None, compare=False, repr=False)
+
+    def with_prompts(self, given: Mapping[str, Any]) -> Self:
+        """The same recipe with prompts of ppo that are given in Python: `train_dataset`, `eval_dataset`."""
+        return replace(self, prompts=GivenPrompts(self.task, given))
 
     @property
     def seed(self) -> int:
@@ -128,6 +135,8 @@ class Recipe:
 
     def task_of(self, stage: str) -> Task:
         """The data sets of a stage."""
+        if stage == "ppo" and self.prompts is not None:
+            return cast(Task, self.prompts)
         section = self.data_section(stage)
         if section not in self._tasks:
             arguments = {**self.values[section]}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
@@ -27,6 +28,7 @@ from toolkit.models import (
     save_role,
     table_of_positions,
 )
+from toolkit.reports import Progress
 from toolkit.rewards import Reward
 from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
 from toolkit.trainers.resume import ResumableTrainer, check_undivided
@@ -190,6 +192,10 @@ class SamplingTrainer(RoleTrainer):
         Trainer.__init__(self, roles, args, collator, train_dataset, eval_dataset, **given)
         check_undivided(self.accelerator)
         in_place_of_progress(self, callbacks)
+        for one in self.callback_handler.callbacks:
+            # It finds its folder when training begins; told before, it would keep to the working directory.
+            if isinstance(one, TensorBoardCallback) and one.logging_dir is None:
+                one.logging_dir = str(Path(args.output_dir) / default_logdir())
         self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
         self.judge = judge
         # Not the trainer's own region: a notebook's `del trainer` has to be all that holds it.
@@ -233,7 +239,11 @@ class SamplingTrainer(RoleTrainer):
         if dataset is None:
             raise ToolkitError("evaluate needs held-out prompts.", remedy="Give eval_dataset.")
         at_once = self.args.per_device_eval_batch_size * processes.count()
-        with phases.phase("evaluation", math.ceil(len(dataset) / at_once)):
+        with ExitStack() as shown:
+            for one in self.callback_handler.callbacks:
+                if isinstance(one, Progress):
+                    shown.enter_context(one.by_hand())
+            shown.enter_context(phases.phase("evaluation", math.ceil(len(dataset) / at_once)))
             evaluation = self.evaluate_rollout(dataset)
         if eval_dataset is None:
             self.last_evaluation = self.state.global_step, evaluation

@@ -54,8 +54,9 @@ class PPOTrainer(PPOLoop):
             scores = trainer.score(batch, responses)
             stats = trainer.step(batch, responses, scores)
 
-    `train()` is this loop plus logging, evaluation and checkpoints. An update may be of several rollouts: `train()`
-    gathers `rollouts_per_update` of them, a loop of your own gives `step` those that it has joined.
+    `train()` is this loop plus logging, evaluation, checkpoints and warnings; it passes over an update that is not
+    finite, and saves before an error of the reward ends it. An update may be of several rollouts: `train()` gathers
+    `rollouts_per_update` of them, a loop of your own gives `step` those that it has joined.
 
     Args:
         roles: the shared base, carrying policy, value and reference.
@@ -113,6 +114,11 @@ class PPOTrainer(PPOLoop):
             over += f"left: a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. "
             over += "End the loop; a new trainer goes on with a larger max_steps and resume=True."
             warnings.warn(over, stacklevel=2)
+        if len(responses) < self.args.update_batch_size and self.args.rollouts_per_update > 1:
+            fewer = f"an update of {len(responses)} responses, where rollouts_per_update makes it "
+            fewer += f"{self.args.update_batch_size}: step takes the rollouts of an update together. Join them "
+            fewer += "(toolkit.data.concatenate), or set rollouts_per_update to 1."
+            warnings.warn(fewer, stacklevel=2)
         parts = self._parts if scores is self._parts_of else {}
         scores = check_scores(scores, responses)
         self._check_same_update(responses, scores)

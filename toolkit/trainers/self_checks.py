@@ -18,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy
 from toolkit import processes
 from toolkit.errors import ConfigError, DataError, SelfCheckError
 from toolkit.memory import memory
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, check_records, embeddings_needed
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, check_records, embeddings_needed, in_tf32
 from toolkit.trainers.ppo_config import PPOConfig
 
 _IN_GRAPHS = 4  # tokens: of the prompt, of a plain pass, of one that is recorded, of one that is played back again
@@ -129,7 +129,9 @@ def check_rollout_uses_policy(
     saved = [p.clone() for p in parameters]
     try:
         for parameter in parameters:  # of both signs: alike they would add up, past float16's range
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise).to(parameter))
+            # Of wide layers less, or what the adapter adds would drown the rest, and rounding would grow with it.
+            size = min(0.05, parameter.shape[-1] ** -0.5)
+            parameter.add_(size * torch.randn(parameter.shape, generator=noise).to(parameter))
         rows, changed = generated()
         with base.role("policy"), base.in_eval_mode(), autocast():
             read = rows[:1, :-1]
@@ -228,8 +230,12 @@ def check_ratio(base: SharedBase, args: TrainingArguments, log_ratio: Tensor, re
 
     Both tensors are (B, T), the first without the adapter's dropout.
     """
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else base.causal_lm.dtype
-    error, tolerance = float(log_ratio[response_mask].abs().mean()), RATIO_TOLERANCE[dtype]
+    computes = {base.causal_lm.dtype, *(getattr(layer, "compute_dtype", None) for layer in base.causal_lm.modules())}
+    computes |= {dtype for dtype, on in ((torch.bfloat16, args.bf16), (torch.float16, args.fp16)) if on}
+    if in_tf32(log_ratio.device):
+        computes.add(torch.float16)
+    tolerance = max(RATIO_TOLERANCE.get(dtype, 0.0) for dtype in computes)
+    error = float(log_ratio[response_mask].abs().mean())
     if not error <= tolerance:
         wrong = f"before the first update log(ratio) is {error:.2e} from 0 on average, more than {tolerance:.0e}"
         raise SelfCheckError(f"{wrong}: old and new log-probabilities are not of the same policy.")

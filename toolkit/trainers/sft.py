@@ -36,6 +36,8 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         further = 0
         if self._packs and "position_ids" not in inputs:
             inputs, further = _packed(inputs)
+        elif self.roles is not None and not self.aux_loss_enabled and "position_ids" not in inputs:
+            inputs, further = _without_mask(inputs)
         added = self.aux_loss_enabled and self.args.loss_type != "dft"  # which TRL takes of the logits alone
         whole = added and not BALANCE_BY_PARTS and self.share < 1 and num_items_in_batch is not None
         loss = super().compute_loss(model, inputs, return_outputs or whole, num_items_in_batch)
@@ -67,6 +69,15 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
 
     def _trained_role(self) -> AbstractContextManager:
         return nullcontext() if self.roles is None else self.roles.role("policy")
+
+
+def _without_mask(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """A batch whose padding comes last with nothing left out, as `Sequences.attention_mask` has it, and how many tokens
+    that are more than its own; another as it is."""
+    mask = inputs.get("attention_mask")
+    if mask is None or not mask[:, 0].all():
+        return inputs, 0
+    return {**inputs, "attention_mask": torch.ones_like(mask)}, mask.numel() - int(mask.sum())
 
 
 def _packed(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
