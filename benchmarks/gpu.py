@@ -279,7 +279,7 @@ def run(
             row = measure(given, roles, works[work], value=value, pack=how == PACKED, **asked) | {"lengths": how}
             if "seconds" in row:
                 row["over_floor"] = sum(row["seconds"].values()) / sum(floors[work][value]["seconds"].values())
-            result["rows"].append(row)
+            result["rows"].append(row | {"processor": result["machine"]["processor"]})
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
             if row.get("recording_failed"):

@@ -7,14 +7,17 @@ What a recipe says is in `toolkit.spec`, what a run of it does in `toolkit.runs`
 `toolkit.inference`.
 """
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback
 
-from toolkit.errors import RecipeError
+from toolkit.errors import RecipeError, RunInterrupted
 from toolkit.rewards import Reward, check_reward
 from toolkit.runs import stages
 from toolkit.runs.check import check
@@ -88,6 +91,9 @@ class Recipe(WhatItSays):
             RecipeError: the recipe cannot do with another reward or a judge, the run folder holds an earlier try, or
                 the other run has nothing to take.
         """
+        if eval_dataset is not None and by_trl(self.values):
+            wrong = "trl is TRL's own loop, which evaluates nothing, so that eval_dataset has no effect."
+            raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit, or run_stage, which measures it itself.")
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
         given = {"reward": reward, "judge": judge, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
         return stages.prepared(self._scored_by(scorer=reward, judge=judge), "ppo", given=given, **way)
@@ -122,11 +128,23 @@ class Recipe(WhatItSays):
             ToolkitError: those of `ppo_trainer`, and whatever else a user can mend.
         """
         given = {"reward": reward, "judge": judge, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        if stage == "collect" and callbacks:
+            raise RecipeError("callbacks would have no effect on the stage collect.", remedy="Leave them out.")
         if stage != "ppo" and (others := [name for name, value in given.items() if value is not None]):
             wrong = f"{' and '.join(others)} would have no effect on the stage {stage}: only ppo takes them."
             raise RecipeError(wrong, remedy="Leave them out.")
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
-        return stages.run(self._scored_by(scorer=reward, judge=judge), stage, given=given, **way)
+        try:
+            return stages.run(self._scored_by(scorer=reward, judge=judge), stage, given=given, **way)
+        except RunInterrupted as stop:
+            if getattr(stop, "way_on", "") == "resume":
+                stop.add_remedy("Go on with $resume.")
+            clear_frames(stop.__traceback__)  # they hold the base, and a notebook holds them
+            raise
+        finally:
+            gc.collect()  # a trainer and its callbacks hold each other
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def _scored_by(self, **given: Reward | None) -> "Recipe":
         """The same recipe with a scorer, a judge or both of kind "function"; the run records the functions' names."""

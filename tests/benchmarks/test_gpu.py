@@ -44,6 +44,9 @@ def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
         assert row["over_floor"] > 0
     assert "random weights" in capsys.readouterr().out
     text = table.section("gpu", found)
+    assert "different processors" not in text
+    found["rows"][0]["processor"] = "another"
+    assert "had different processors, one after the other: another, " in table.section("gpu", found)
     assert "| separate | off | merged | even |" in text and "| shared | off | eager | uneven, packed |" in text
     assert "random weights" in text
 

@@ -349,5 +349,5 @@ def test_long_responses_are_cut_where_that_is_asked_for(tmp_path, chat_tokenizer
 
 def test_what_has_no_limit_is_not_cut(tmp_path, chat_tokenizer):
     path = write(tmp_path / "x.jsonl", [{"prompt": "1", "completion": "2"}])
-    with pytest.raises(DataError, match="on_long: it has no effect on demonstrations"):
+    with pytest.raises(DataError, match="on_long: demonstrations are not cut here. Take it out: the sft stage cuts"):
         Demonstrations(chat_tokenizer, path, validation=path, on_long="cut")

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from transformers.utils import chat_template_utils
 
 from tests.tiny_runs import byte_tokenizer
-from toolkit.data import TASKS, PromptCollator, Prompts, Rollout, doubling, sources
+from toolkit.data import TASKS, GivenPrompts, PromptCollator, Prompts, Rollout, doubling, sources
 from toolkit.data.messages import read_prompt
 from toolkit.errors import DataError
 
@@ -287,6 +287,25 @@ def test_padding_in_ids_is_not_read_as_text(pad, tmp_path, tokenizer):
     assert task.left_out["train"] == {f"input_ids with padding ({tokenizer.pad_token})": 3}
     with pytest.raises(DataError, match="^train_dataset: row 2: input_ids has padding .* Give the ids without it"):
         task.prompts_of(Dataset.from_dict({"input_ids": [[41], rows[3]]}))
+
+
+def test_prompts_that_are_given_stand_beside_those_that_are_read(tmp_path, chat_tokenizer):
+    task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"query": ""}])
+    given = copy.deepcopy(GivenPrompts(task, {"train_dataset": ["2", "3"]}))
+    assert given.prompts("train")["prompt"][:] == ["_:2=x:", "_:3=x:"]
+    assert given.dataset("prompts", "test")["prompt"][:] == ["_:1=x:"]
+    assert given.left_out == {"validation": {"an empty prompt": 1}}
+    assert [row["split"] for row in given.left_out_rows()] == ["validation"]
+    assert given.row_places("ppo") == [{"split": "validation", "place": f"{task.validation}, line 1"}]
+    assert given.report().startswith("train: 2 prompts, given | validation: 1 prompts; 1 left out")
+    both = GivenPrompts(task, {"train_dataset": ["2"], "eval_dataset": ["4"]})
+    assert both.left_out == {} and both.row_places("ppo") == both.left_out_rows() == []
+    assert (
+        both.digests.keys() == {"train_dataset", "eval_dataset"}
+        and both.digests["train_dataset"] != given.digests["train_dataset"]
+    )
+    with pytest.raises(AttributeError):
+        _ = both.nothing
 
 
 def test_other_kinds_in_other_columns(tmp_path, chat_tokenizer):
@@ -587,7 +606,7 @@ def test_every_file_in_data_has_a_test_and_a_line_in_its_readme():
     listed = (DATA / "README.md").read_text(encoding="utf-8")
     tested = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     names = [entry.name for entry in DATA.iterdir() if entry.name != "README.md"]
-    assert len(names) == 13
+    assert len(names) == 14
     for name in names:
         assert f"`{name}" in listed and name in tested, name
 

@@ -24,6 +24,7 @@ def rated(tmp_path, tokenizer, rows, **arguments):
         ({"ended": None}, ROW),  # the last token is the end of sequence
         ({"ended": None, "response_ids": [7, 8, 9]}, {**ROW, "response_ids": [7, 8, 9], "ended": False}),
         ({"ended": False}, {**ROW, "ended": False}),
+        ({"response_ids": [7, 8, 0]}, {**ROW, "response_ids": [7, 8, 0]}),  # a stop of the checkpoint's that pads
         ({"rewards": 2}, {**ROW, "rewards": [None, None, 2.0]}),
         ({"rewards": [0, None, None]}, {**ROW, "rewards": [0.0, None, None]}),
         ({"prompt_ids": None, "prompt": "S23"}, {**ROW, "prompt_ids": ids("S23")}),
@@ -66,6 +67,7 @@ def test_a_reward_in_csv_is_a_number(tmp_path, tokenizer):
         ({"response_ids": [7, "8", 2]}, "response_ids that are no list of whole numbers"),
         ({"response_ids": [7, 8000, 2]}, "ids that are not in the vocabulary"),
         ({"prompt_ids": []}, "an empty prompt"),
+        ({"prompt_ids": [7, 8, 0, 0]}, "prompt_ids with padding (P)"),
         ({"prompt_ids": "1 5"}, "prompt_ids that are no list of whole numbers"),
         ({"ended": "yes"}, "ended that is neither true nor false"),
         ({"response_ids": [7] * 9, "rewards": 0}, "a response over 8 tokens"),

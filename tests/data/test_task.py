@@ -13,6 +13,7 @@ KINDS = {
     "instructions": {"demonstrations", "prompts"},
     "preferences": {"pairs", "demonstrations", "prompts"},
     "demonstrations": {"demonstrations"},
+    "labelled": {"labelled"},
     "prompts": {"prompts"},
     "rated": {"rated"},
 }

@@ -23,6 +23,7 @@ _SOURCES = {  # by task, with the kind of rows that it makes
     "prompts": ("prompts", ("data/queries.jsonl", "data/messages.jsonl")),
     "preferences": ("pairs", ("data/preferences_example.jsonl",)),
     "demonstrations": ("demonstrations", ("data/demonstrations.jsonl",)),
+    "labelled": ("labelled", ("data/labelled.jsonl",)),
     "rated": ("rated", ("rated.jsonl",)),
 }
 

@@ -63,7 +63,7 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     # Keys and values of 2 layers of 32 numbers in 16 bits, of 4 rows; the last token's place is made as it is said.
     tokens = report.lengths.prompt + report.lengths.response - 1
     assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
-    assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
+    assert report.fits and "fits RTX 4090 in bfloat16" in str(report) == repr(report)
     needed = report.largest.total
     for limit, verdict in ((needed / 0.89, "fits"), (needed / 0.91, "barely fits"), (needed - 1, "does not fit")):
         assert f"; {verdict} RTX 4090" in str(replace(report, limit=int(limit)))

@@ -16,10 +16,10 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from tests.tiny_models import needs_trl_loop
-from tests.tiny_runs import PAIRS, REPOSITORY, begun, byte_tokenizer, chat_recipe, command_here, ended
+from tests.tiny_runs import PAIRS, REPOSITORY, begun, byte_tokenizer, chat_recipe, command_here, ended, texts
 from toolkit import processes, recipes
-from toolkit.errors import ConfigError, DataError, RecipeError, RewardError, ToolkitError
-from toolkit.inference.evaluate import evaluate
+from toolkit.errors import CheckpointError, ConfigError, DataError, RecipeError, RewardError, ToolkitError
+from toolkit.inference.evaluate import evaluate, trained_on
 from toolkit.inference.saved_run import open_run, policy_folder
 from toolkit.models import adapters as saved_roles
 from toolkit.reports import Progress, append_jsonl, read_json, read_jsonl, write_jsonl
@@ -204,14 +204,78 @@ def test_a_stage_of_objects_is_run_to_its_end(tmp_path, checkpoint, capsys):
     assert "data: train: 4 prompts, given | validation: 3 prompts, given" in told and "Why held out" in told
     opened = open_run("chat", runs_dir=tmp_path / "runs")
     assert opened.values["scorer"]["kind"] == "function" and policy_folder(opened).is_dir()
+    told = "data: the run has other prompts than its recipe (train_dataset, eval_dataset of Python). Whether it was "
+    assert trained_on(opened) == ({"other_prompts": True}, [f"{told}trained on some of these is not known."])
     calls = len(asked)
     again = recipe.run_stage("ppo", reward, judge=reward, **given)
     assert again == result and len(asked) == calls  # it is finished
     with pytest.raises(RecipeError, match="^reward and train_dataset would have no effect on the stage sft: only ppo"):
         recipe.run_stage("sft", reward, train_dataset=rows["train"])
+    assert result["given"].keys() == given.keys()
+    assert "Prompts were given in Python, in place of those of the recipe: train_dataset, eval_dataset." in (
+        (recipe.stage_folder("ppo") / "report.html").read_text()
+    )
+    with pytest.raises(RecipeError, match="ppo of this run is finished: .*, and eval_dataset is not what it was run w"):
+        recipe.run_stage("ppo", reward, judge=reward, train_dataset=rows["train"], eval_dataset=rows["train"])
     with pytest.raises(DataError, match="row 1: a prompt is in the column .*; present: topic"):
         recipe.run_stage("ppo", reward, judge=reward, eval_dataset=[{"topic": "none"}], overwrite=True)
+
+    def broken(rollout):
+        raise ValueError("in the middle")
+
+    with pytest.raises(RewardError, match="in the middle"):
+        recipe.run_stage("ppo", broken, **given, overwrite=True)
     assert read_json(recipe.stage_folder("ppo") / "result.json") == result  # which came back
+
+
+def test_a_stage_of_objects_goes_on_with_the_same_ones(tmp_path, checkpoint):
+    calls, train = [], [{"prompt": f"Why {i}?", "topic": "a"} for i in range(4)]
+
+    def reward(rollout):
+        calls.append(rollout.columns["topic"])
+        if len(calls) == 4:  # before, in two updates
+            raise ValueError("away")
+        return [0.5] * len(rollout)
+
+    recipe, given = chat_recipe(tmp_path, checkpoint, "ppo.max_steps=3"), {"eval_dataset": train[:2]}
+    trainer = recipe.ppo_trainer(reward, train_dataset=train, **given)
+    with pytest.raises(RewardError, match="All up to update 2 is saved in"):
+        recipe.run_stage("ppo", reward, train_dataset=train, **given)
+    with pytest.raises(ToolkitError, match="a later trainer of this process has taken"):
+        trainer.save_model()
+    others = [{**row, "prompt": f"{row['prompt']}!"} for row in train]
+    with pytest.raises(CheckpointError, match=r"before.json was measured in a run whose prompts were others"):
+        recipe.run_stage("ppo", reward, train_dataset=others, **given, resume=True)
+    result = recipe.run_stage("ppo", reward, train_dataset=train, **given, resume=True)
+    assert result["resumed_at"] == [2] and result["given"].keys() == {"train_dataset", "eval_dataset"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "wrong"),
+    [
+        (
+            "reward",
+            {"judge": len, "eval_dataset": ["a"]},
+            "^judge and eval_dataset would have no effect on the stage r",
+        ),
+        ("collect", {"callbacks": [TrainerCallback()]}, "^callbacks would have no effect on the stage collect"),
+    ],
+)
+def test_what_a_stage_does_not_take(stage, given, wrong, tmp_path, checkpoint):
+    with pytest.raises(RecipeError, match=wrong):
+        chat_recipe(tmp_path, checkpoint).run_stage(stage, **given)
+
+
+def test_held_out_prompts_that_the_task_cannot_measure(tmp_path):
+    recipe = recipes.load("doubling", runs_dir=tmp_path)
+    told = (
+        "^eval_dataset: the task \"doubling\" measures responses by a column 'style', which these prompts do not have"
+    )
+    with pytest.raises(DataError, match=told):
+        recipe.run_stage("ppo", train_dataset=["S小写:5487x2="] * 200, eval_dataset=["S小写:5487x2="])
+    with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, which evaluates nothing"):
+        changes = "ppo.loop=trl", "ppo.eval_strategy='no'", "ppo.load_best_model_at_end=false"
+        recipes.load("doubling", *changes, runs_dir=tmp_path).ppo_trainer(eval_dataset=["S小写:5487x2="])
 
 
 SIZES = {"train": 4, "held out": 3}
@@ -544,6 +608,30 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
     assert len(all_taken.ppo_trainer(train_dataset=mine)) == 40 and began == ["sft", "reward", "reward"]
 
 
+def test_a_reward_of_classes_from_a_file(tmp_path, checkpoint):
+    asked, labelled = tmp_path / "asked.jsonl", REPOSITORY / "data" / "labelled.jsonl"
+    write_jsonl(asked, [{"prompt": f"Why {i}?", "wanted": 1} for i in range(6)])
+    settings = {
+        "data": {"task": "prompts", "train": str(asked), "validation": str(asked)},
+        "reward_data": {"task": "labelled", "train": str(labelled), "validation_size": 4},
+        "reward_head": {"num_labels": 2},
+        "scorer": {"kind": "adapter", "class_column": "wanted"},
+    }
+    recipe = chat_recipe(tmp_path, checkpoint, **settings)
+    assert not texts(recipes.check(recipe))
+    reward = recipe.run_stage("reward")
+    assert reward["rows"] == {"train": 12, "held out": 4} and reward["after"]["rows"] == 4
+    after = recipe.run_stage("ppo")["after"]
+    assert -5 < after["score"] < 0  # log-probability of class 1
+    rows = [{**row, "label": 2 * row["label"]} for row in read_jsonl(labelled)]
+    write_jsonl(tmp_path / "others.jsonl", rows)
+    others = chat_recipe(tmp_path, checkpoint, f"reward_data.train={tmp_path}/others.jsonl", **settings, name="others")
+    (problem,) = texts(recipes.check(others))
+    assert "a row has the label 2, and the head has 2 outputs, for 0 to 1. Set reward_head.num_labels to 3" in problem
+    with pytest.raises(DataError, match="a row has the label 2, and the head has 2 outputs"):
+        others.reward_trainer()
+
+
 def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):
     data = REPOSITORY / "data"
     sft_data = {"task": "demonstrations", "train": str(data / "demonstrations.jsonl")}
@@ -607,14 +695,14 @@ def test_of_two_trainers_in_a_folder_the_later_one_alone_writes_there(tmp_path, 
     for call in calls:
         with pytest.raises(ToolkitError, match="a later trainer of this process has taken .*ppo.* name a run for each"):
             call()
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setitem(build.MAKERS, "ppo", fails)
+        chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.7", name="apart", reward=None).ppo_trainer(count)
+    with pytest.raises(ToolkitError, match="a later trainer"):  # the run has that one's recipe now
+        other.save_model()
     first.save_model(str(tmp_path / "elsewhere"))
     assert (tmp_path / "elsewhere" / "policy").is_dir()
-    for untouched in (second, other):
-        untouched.log({"a": 1.0})
-
-    def fails(*_, **__):
-        raise MemoryError
-
+    second.log({"a": 1.0})
     monkeypatch.setitem(build.MAKERS, "ppo", fails)
     with pytest.raises(MemoryError):  # the same once more, by mistake
         chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.5", reward=None).ppo_trainer(count)
@@ -626,6 +714,10 @@ def test_of_two_trainers_in_a_folder_the_later_one_alone_writes_there(tmp_path, 
     with pytest.raises(MemoryError):  # whose settings are those of the run by now
         chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.7", reward=None).ppo_trainer(count, overwrite=True)
     second.save_model()
+
+
+def fails(*_, **__):
+    raise MemoryError
 
 
 def count(rollout):

@@ -213,8 +213,8 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         (
             {"data": {"task": "poetry"}},
-            "data.task — one of doubling, instructions, preferences, demonstrations, prompts, rated is needed, got "
-            "'poetry'.",
+            "data.task — one of doubling, instructions, preferences, demonstrations, labelled, prompts, rated is "
+            "needed, got 'poetry'.",
         ),
         (
             {"data": {"task": "doubling", "tset_size": 3}},

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ import torch
 from accelerate.state import PartialState
 from datasets import Dataset
 from rich.console import Console
+from transformers import TrainerCallback
 
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, trainer
 from toolkit.data import doubling
 from toolkit.errors import CheckpointError, ConfigError, DataError, RewardError, ToolkitError
 from toolkit.reports import Progress
+from toolkit.trainers import common
 from toolkit.trainers.ppo import PPOTrainer
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -138,6 +141,20 @@ def test_settings_that_are_made_beside_a_trainer(tmp_path):
     config(tmp_path / "another")
     ours.train()
     assert ours.state.global_step == 2
+
+
+def test_tensorboard_has_its_folder_before_training(tmp_path, monkeypatch):
+    """Told by an evaluation before, it would write to the working directory, and keep to it."""
+
+    class Told(TrainerCallback):
+        logging_dir = None
+
+    monkeypatch.setattr(common, "TensorBoardCallback", Told)
+    ours = PPOTrainer(
+        config(tmp_path), doubling.tokenizer(), shared_base(), count_reward(5), dataset(), callbacks=[Told()]
+    )
+    (told,) = (one for one in ours.callback_handler.callbacks if isinstance(one, Told))
+    assert Path(told.logging_dir).is_relative_to(tmp_path)
 
 
 def test_an_evaluation_by_hand_shows_that_something_goes_on(tmp_path):

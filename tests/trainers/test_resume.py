@@ -724,7 +724,16 @@ def test_a_reward_in_a_cell_is_told_from_another_by_its_lines(monkeypatch):
         names = {"__name__": "__main__"}
         exec(compile(cell, f"<cell {number}>", "exec"), names)
         found.append(code_digests(WeightedSum({"mood": names["mood"]})))
-    assert found[0] == found[2] != found[1] and found[0].keys() == {"mood"}
+    assert found[0] == found[2] != found[1] and found[0].keys() == {"mood in a cell"}
+    cell = "class Mean:\n    def add(self, x):\n        return x\n"
+    cell += "    def __call__(self, rollout):\n        return self.add([0.0])\n"
+    for number in (3, 4):
+        monkeypatch.setitem(linecache.cache, f"<cell {number}>", (len(cell), None, cell.splitlines(True), ""))
+        names = {"__name__": "__main__"}
+        exec(compile(cell, f"<cell {number}>", "exec"), names)
+        found.append(code_digests(names["Mean"]()))
+        cell = cell.replace("return x", "return [1.0]")  # in a method that it calls
+    assert found[3] != found[4] and found[3].keys() == {"in a cell"}
     assert code_digests(eval("lambda rollout: [0.0]")) == {}  # text that is nowhere
 
 

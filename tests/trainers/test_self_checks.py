@@ -11,7 +11,7 @@ from tests.tiny_models import lora, shared_base, tiny_model
 from tests.trainers.helpers import PROMPTS, rollout, trainer
 from toolkit.data import doubling
 from toolkit.errors import ConfigError, SelfCheckError
-from toolkit.models import SharedBase, decoding
+from toolkit.models import SharedBase, decoding, in_tf32
 from toolkit.models.graphs import RecordedPass
 from toolkit.trainers import ppo, self_checks
 
@@ -249,6 +249,13 @@ def test_a_special_token_that_no_text_becomes_needs_no_embedding():
     tokenizer.chat_template, tokenizer.eos_token = None, "<image_soft_token>"
     with pytest.raises(SelfCheckError, match="eos_token_id is 42; the base has embeddings for 0 to 41"):
         self_checks.check_tokenizer(tokenizer, base)
+
+
+def test_products_in_tf32_are_those_of_a_card_that_makes_them(monkeypatch):
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+    assert not in_tf32(card)
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    assert in_tf32(card) and not in_tf32(cpu)
 
 
 @pytest.mark.parametrize(

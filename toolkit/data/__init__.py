@@ -1,8 +1,8 @@
 """Data sets and collators; knows datasets and a tokenizer.
 
 A `Task` gives the rows of each stage and the metrics of a rollout: `doubling` and `instructions` make their own;
-`preferences` reads pairs in hh-rlhf's form and TRL's, `prompts` prompts and responses to imitate, `rated` responses
-with rewards, from any source that `sources` knows.
+`preferences` reads pairs in hh-rlhf's form and TRL's, `prompts` prompts and responses to imitate, `labelled` responses
+with a class, `rated` responses with rewards, from any source that `sources` knows.
 """
 
 from toolkit.data.batches import (
@@ -17,6 +17,7 @@ from toolkit.data.doubling import Doubling
 from toolkit.data.encoder import PromptEncoder
 from toolkit.data.given import GivenPrompts
 from toolkit.data.instructions import PER_RULE, Instructions
+from toolkit.data.labelled import Labelled
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Demonstrations, Prompts
 from toolkit.data.rated import RatedResponses, check_rated
@@ -27,5 +28,5 @@ from toolkit.data.sources import read_rows
 from toolkit.data.task import Kind, Task
 
 TASKS: dict[str, type[Task]] = {
-    kind.task: kind for kind in (Doubling, Instructions, Preferences, Demonstrations, Prompts, RatedResponses)
+    kind.task: kind for kind in (Doubling, Instructions, Preferences, Demonstrations, Labelled, Prompts, RatedResponses)
 }

@@ -29,7 +29,8 @@ def within_limit(ids: list[int], what: str, limit: int | None, on_long: OnLong =
 
 
 def padded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether ids begin or end with padding, which would be read as text; one token may be of another use as well."""
+    """Whether a prompt's ids begin or end with padding, which would be read as text. (A response may end with such a
+    token: a checkpoint may name it as one of its stops.)"""
     pad = tokenizer.pad_token_id
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
     padding = [pad] * (2 if pad in others else 1)
@@ -171,8 +172,6 @@ class PromptEncoder:
             raise Unusable(f"{column} that are no list of whole numbers")
         if not self._vocabulary.issuperset(value):
             raise Unusable("ids that are not in the vocabulary")
-        if padded(value, self.tokenizer):
-            raise Unusable(f"{column} with padding ({self.tokenizer.pad_token})")
         return value
 
     @cached_property
@@ -230,7 +229,10 @@ class PromptEncoder:
         if value is None:
             raise Unusable("an empty prompt")
         if kind == "input_ids":
-            ids = within_limit(self.checked_ids(value, column), "prompt", limit, self.on_long)
+            ids = self.checked_ids(value, column)
+            if padded(ids, self.tokenizer):
+                raise Unusable(f"{column} with padding ({self.tokenizer.pad_token})")
+            ids = within_limit(ids, "prompt", limit, self.on_long)
             if not ids:
                 raise Unusable("an empty prompt")
             return {"input_ids": ids}

@@ -1,11 +1,18 @@
 """Prompts that are given in Python, in place of those that a task reads."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
 
+from toolkit.data.batches import data_digest
+from toolkit.data.rollouts import Rollout
+from toolkit.data.rows import Split, Splits
 from toolkit.data.task import Kind, Task
+from toolkit.errors import DataError
+
+_SPLITS = {"train_dataset": ("train",), "eval_dataset": ("validation", "test")}
 
 
 class GivenPrompts:
@@ -16,16 +23,21 @@ class GivenPrompts:
         given: by their argument's name, `train_dataset` or `eval_dataset`, as `Task.prompts_of` takes them.
 
     Raises:
-        DataError: of the argument's name: they are no prompts.
+        DataError: of the argument's name: they are no prompts, or lack a column that the task's metrics read.
     """
 
     def __init__(self, task: Task, given: Mapping[str, Any]):
         self._task = task
-        splits = {"train_dataset": ("train",), "eval_dataset": ("validation", "test")}
         encoded = {name: task.prompts_of(rows, field=name) for name, rows in given.items()}
-        self._given = {split: rows for name, rows in encoded.items() for split in splits[name]}
+        if (held_out := encoded.get("eval_dataset")) is not None:
+            _check_measured(task, held_out)
+        self._given = {split: rows for name, rows in encoded.items() for split in _SPLITS[name]}
+        self.digests = {name: data_digest(rows) for name, rows in encoded.items()}
+        """SHA-256 of what was given, by its argument's name."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # whoever copies this asks before it has a task
+            raise AttributeError(name)
         return getattr(self._task, name)
 
     def dataset(self, kind: Kind, split: str) -> Dataset:
@@ -42,11 +54,29 @@ class GivenPrompts:
         ]
         return " | ".join(filter(None, told)) or None
 
-    left_out: dict[str, Any] = {}
+    @property
+    def _splits(self) -> Mapping[str, Split]:
+        """The task's own that are read: rows that are given have no place in a file."""
+        if {"train", "validation"} <= self._given.keys():
+            return {}
+        own = self._task._splits
+        return Splits(**{split: partial(own.__getitem__, split) for split in own if split not in self._given})
 
-    def left_out_rows(self) -> list[dict[str, str]]:
-        return []
+    def _rows_of(self, stage: str, split: str) -> Split:
+        return self._task._rows_of(stage, split)
 
-    def row_places(self, stage: str) -> list[dict[str, str]]:
-        """None: rows that are given have no place in a file."""
-        return []
+    left_out: Any = Task.left_out
+    left_out_rows: Any = Task.left_out_rows
+    row_places: Any = Task.row_places
+
+
+def _check_measured(task: Task, prompts: Dataset) -> None:
+    nothing: list[Any] = [""] * len(prompts)
+    ids: list[list[int]] = [[] for _ in nothing]
+    columns = {name: prompts[name][:] for name in prompts.column_names}
+    try:
+        task.metrics(Rollout(nothing, nothing, ids, ids, [False] * len(nothing), columns))
+    except KeyError as missing:
+        wrong = f'the task "{task.task}" measures responses by a column {missing}, which these prompts do not have.'
+        remedy = "Give it, or take a recipe whose data are of the task prompts."
+        raise DataError(wrong, field="eval_dataset", remedy=remedy) from missing

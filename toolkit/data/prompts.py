@@ -97,7 +97,7 @@ class Prompts(SplitTask):
             for name in known:
                 value = row[name]
                 if value and not (isinstance(value, dict) and not any(value.values())):
-                    prompt = row.get("messages") or row["prompt"]
+                    prompt = row.get("messages") or row.get("prompt") or ""
                     if has_tools({name: value}) or part_beside(
                         {name: value}, prompt, self.system, BESIDE_AN_INSTRUCTION
                     ):
@@ -112,21 +112,11 @@ class Prompts(SplitTask):
 
 
 @dataclass(frozen=True)
-class Demonstrations(SplitTask):
-    """Responses to imitate, for the sft stage.
+class Answered(SplitTask):
+    """Prompts with a response: what `Demonstrations` and `Labelled` read."""
 
-    A row is `messages` that end with the assistant's, or `prompt` with `completion`, which may repeat it, or `text`.
-    With the first two only the last response counts in the loss, with `text` all of it.
-
-    Args:
-        on_long: no row is over a limit here, so that cut is refused: the sft stage cuts rows by its max_length.
-    """
-
-    task: ClassVar[str] = "demonstrations"
-    unit: ClassVar[str] = "demonstrations"
-    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=SHOWN))
-
-    def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    def _answered(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
+        """`input_ids` of prompt and response, and `labels`, −100 where a token is no part of the response."""
         refuse_tools(row)
         if row.get("messages") is not None:
             messages = checked_messages(row["messages"], answered=True)
@@ -158,6 +148,25 @@ class Demonstrations(SplitTask):
     @cached_property
     def _splits(self) -> dict[str, Split]:
         return {split: replace(part, rows=in_one_piece(part.rows)) for split, part in super()._splits.items()}
+
+
+@dataclass(frozen=True)
+class Demonstrations(Answered):
+    """Responses to imitate, for the sft stage.
+
+    A row is `messages` that end with the assistant's, or `prompt` with `completion`, which may repeat it, or `text`.
+    With the first two only the last response counts in the loss, with `text` all of it.
+
+    Args:
+        on_long: no row is over a limit here, so that cut is refused: the sft stage cuts rows by its max_length.
+    """
+
+    task: ClassVar[str] = "demonstrations"
+    unit: ClassVar[str] = "demonstrations"
+    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=SHOWN))
+
+    def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        return self._answered(place, row)
 
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(row["input_ids"][: row["labels"].count(-100) or None]) for row in each_of(rows)]

@@ -72,6 +72,7 @@ class SourceTask(Task):
     max_train_rows: int | None = None
 
     known_columns: ClassVar[tuple[str, ...]] = ()
+    too_long: ClassVar[str] = "the sft stage cuts rows by its max_length"  # what becomes of rows that are
     _pack: ClassVar[Any] = None  # makes a data set of encoded rows, which takes a small part of their memory
     may_be_plain: ClassVar[bool] = False  # prompts may be ids or mere text, without what was said before
 
@@ -87,8 +88,8 @@ class SourceTask(Task):
             if name.startswith("max_"):
                 _check_positive(name, value)
         if self.on_long != "leave_out" and not hasattr(self, "max_prompt_length"):
-            wrong = f"it has no effect on {self.unit}, which have no limit here."
-            raise DataError(wrong, field="on_long", remedy="The sft stage cuts rows by its max_length.")
+            wrong = f"{self.unit} are not cut here."
+            raise DataError(wrong, field="on_long", remedy=f"Take it out: {self.too_long}.")
         if not self.may_be_plain:
             self._encoder.check_template()
         _ = self._encoder  # what does not fit is found before anything is read

@@ -98,10 +98,14 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     by = last_stage(recipe.folder)
     try:
         run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
-        if run.values["data"] == recipe.values["data"]:
-            held_out = (read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}).get("held_out")
-            if held_out in (None, data_digest(recipe.task.prompts("test"))):
-                return {}, []
+        before = read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}
+        same = run.values["data"] == recipe.values["data"]
+        if same and before.get("held_out") in (None, data_digest(recipe.task.prompts("test"))):
+            return {}, []
+        if names := before.get("given"):
+            told = f"data: the run has other prompts than its recipe ({', '.join(names)} of Python). Whether it was "
+            return {"other_prompts": True}, [f"{told}trained on some of these is not known."]
+        if same:
             told = (
                 "data: these are not the prompts that the run held out: its data have changed since then, and it may "
             )

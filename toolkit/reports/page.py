@@ -208,14 +208,16 @@ def write_report(
 
     Args:
         result: what goes to `result.json`; where training did not end at its last step, or not with the last weights,
-            `ended` says so; of a stage that has not finished what is known of it, and as `running` or
-            `stopped` how far it is.
+            `ended` says so; where prompts were given in Python, `given` names them; of a stage that has not finished
+            what is known of it, and as `running` or `stopped` how far it is.
         metrics: rows of the metrics file.
         samples: rows of `sample_rows`.
         recipe: the resolved one as YAML.
         pairs: held-out pairs of a reward, whose evaluation is `result["judgement"]`.
     """
     title, told = f"{result['run']}: {result['stage']}", str(_unfinished(result) or result.get("ended", ""))
+    if given := result.get("given"):
+        told = f"{told} Prompts were given in Python, in place of those of the recipe: {', '.join(given)}.".lstrip()
     warnings = result.get("warnings") or ()
     said = verdict(result, samples)
     body = (

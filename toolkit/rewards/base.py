@@ -227,28 +227,33 @@ def _file_of(part: Any) -> Path | None:
     return next((path for path in own if path.is_file()), None)
 
 
-def _cell_of(part: Any) -> dict[str, str]:
-    """The lines of a reward that is written in a notebook's cell, by its name."""
-    code = _code_of(part)
+def _cell_of(part: Any) -> str:
+    """The lines of a reward that is written in a notebook's cell, of an object those of all methods of its class; else
+    nothing."""
+    code, owner = _code_of(part), type(_without_partial(part))
     if code is None or of_a_library(code.co_filename) or _file_of(part) is not None:
-        return {}
-    with suppress(OSError, TypeError):  # of code that is nowhere as text
-        return {code.co_qualname: inspect.getsource(code)}
-    return {}
+        return ""
+    methods = [own.__code__ for own in vars(owner).values() if inspect.isfunction(own)]
+    text = ""
+    for one in dict.fromkeys([code, *methods]):
+        with suppress(Exception):  # of code that is nowhere as text, as inspect has it
+            text += inspect.getsource(one)
+    return text
 
 
 def code_digests(reward: Any) -> dict[str, str]:
     """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in, or of its lines in a
     notebook's cell; and of a frozen model by which it scores, of the first numbers of its weights."""
     own = getattr(reward, "parts", None)  # of a `WeightedSum`; one of a user's can be anything
-    parts = [reward, *(own.values() if isinstance(own, dict) and all(map(callable, own.values())) else ())]
-    files = sorted({path for path in map(_file_of, parts) if path is not None})
+    named = {"": reward, **(own if isinstance(own, dict) and all(map(callable, own.values())) else {})}
+    files = sorted({path for path in map(_file_of, named.values()) if path is not None})
     shared = {name for name, number in Counter(path.name for path in files).items() if number > 1}
     texts = {
         str(path) if path.name in shared else path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
     }
-    for part in parts:
-        texts |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in _cell_of(part).items()}
+    for name, part in named.items():
+        if text := _cell_of(part):
+            texts[f"{name} in a cell".lstrip()] = hashlib.sha256(text.encode()).hexdigest()
         if hasattr(type(part), "digest_of_weights"):  # not of the object: what a user's has may be anything
             texts |= part.digest_of_weights()
     return texts

@@ -17,10 +17,11 @@ from toolkit.runs.check_report import Findings, StageFacts, UpdateFacts
 from toolkit.runs.check_roles import RolesCheck
 from toolkit.runs.folder import finished
 from toolkit.sampling import check_room
-from toolkit.spec.plan import by_trl
+from toolkit.spec.plan import at, by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
 from toolkit.trainers.resume import check_batch, steps_of_a_pass
+from toolkit.trainers.reward import check_labels
 from toolkit.trainers.self_checks import check_can_merge, check_dataset, check_graphs
 from toolkit.trainers.sft import with_loss
 from toolkit.trainers.stock_ppo import check_trl_loop
@@ -119,6 +120,8 @@ class DataCheck:
                 with self.findings.at(stage):
                     check_batch(config, len(prepared))
                 facts = batch_figures(stage, config, len(prepared))
+                if kind == "labelled":
+                    check_labels(int(at(recipe.values, "reward_head.num_labels")), train, held_out)
                 if stage == "ppo":
                     self.prompts_read = True
                     longest = max(longest, longest_row(recipe.task.prompts("test")))

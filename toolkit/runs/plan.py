@@ -199,7 +199,8 @@ class _Planner:
     def _longest(self, stage: str, args: Any, split: str) -> int:
         """Tokens of the longest row of a stage."""
         data, kind = self.recipe.values[self.recipe.data_section(stage)], self.recipe.plan.stages[stage].rows
-        limits = [data.get(key) for key in ("max_prompt_length", "max_response_length")]
+        keys = ("max_length",) if kind == "labelled" else ("max_prompt_length", "max_response_length")
+        limits = [data.get(key) for key in keys]
         longest = sum(limits) if all(limits) else longest_row(stage_dataset(self.recipe, stage, kind, split))
         longest = max(1, longest)  # where nothing is held out
         # Limits need not come down to the positions of the base: all it has, where rollouts keep to LongRoPE's first.

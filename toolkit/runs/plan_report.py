@@ -113,7 +113,7 @@ class PlanReport:
         lines += ["", *(f"- {note.text(options)}" for note in self.notes)]
         return printable("\n".join(lines))
 
-    __str__ = text
+    __str__ = __repr__ = text  # a notebook shows the latter
 
 
 def size_of(number: float) -> str:

@@ -133,6 +133,8 @@ def _trained(
             result["rows"]["test"] = measured
         if so_far.apart:
             result[APART] = True
+        if given_prompts := recipe.given(stage):
+            result["given"] = given_prompts
         if cut:
             result["cut"] = cut
         samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
@@ -175,9 +177,15 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
             measured, responses = _measure(recipe, stage, trainer)
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
         kept[APART] = evaluated_apart(recipe, stage, trainer)
+        if given := recipe.given(stage):
+            kept["given"] = given
         if hasattr(trainer, "roles") and hasattr(trainer, "reward"):  # which TRL's own loop has not
             kept["made_with"] = made_with(trainer.roles, trainer.reward, trainer.judge)
         processes.by_main(partial(reports.write_json, path, kept))
+    if kept.get("given", {}) != recipe.given(stage):
+        wrong = f"{path} was measured in a run whose prompts were others: what was given in Python has changed."
+        with processes.agreed():
+            raise CheckpointError(wrong, remedy="Give run_stage what it was given, or begin anew with $overwrite.")
     if kept["held_out"] != held_out:
         wrong = f"{path} was measured on other held-out rows: figures after training cannot be compared."
         with processes.agreed():  # told once

@@ -14,7 +14,8 @@ from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import CheckpointError, ConfigError, PeerError, RecipeError, RunInterrupted, ToolkitError
-from toolkit.reports import Progress
+from toolkit.reports import Progress, read_json
+from toolkit.rewards import code_digests
 from toolkit.runs import aside
 from toolkit.runs.build import Callbacks, about_stage, make_trainer, trainer_config
 from toolkit.runs.check import check_stages
@@ -30,7 +31,7 @@ from toolkit.runs.folder import (
 from toolkit.runs.lock import acquire, at_work, release
 from toolkit.runs.longer import result_comes_back
 from toolkit.runs.memory import out_of_memory
-from toolkit.runs.owned import RECIPE_FILE, has_begun
+from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage, this_toolkit
 from toolkit.runs.said import say
 from toolkit.runs.stage import check_best_is_measured, collect_stage, say_rows, train_stage
@@ -222,17 +223,20 @@ def _take_from_earlier(folder: Path) -> None:
 
 @contextmanager
 def _earlier_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
-    """Where an error or a stop ends the making of a later trainer, and the run is as it was, the earlier one may write
-    to it again: a cell that was run twice by mistake costs nothing."""
+    """Where an error or a stop ends the making of a later trainer, and the run's recipe is as it was, the earlier one
+    may write to it again, as where a cell was run twice by mistake."""
     folder, path = recipe.stage_folder(stage).resolve(), recipe.folder / RECIPE_FILE
     earlier = _writers.get(folder)
     was = path.read_bytes() if earlier is not None and path.is_file() else None
+    own = {name: value for name, value in (vars(earlier) if earlier is not None else {}).items() if name in _WRITES}
     try:
         yield
     except BaseException:
-        if was is not None and path.is_file() and path.read_bytes() == was:
+        taken = earlier is not None and folder not in _writers
+        if taken and path.is_file() and path.read_bytes() == was:
             for name in _WRITES:
                 vars(earlier).pop(name, None)
+            vars(earlier).update(own)
             _writers[folder] = earlier
         raise
 
@@ -267,16 +271,23 @@ def run(
     way: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
     processes.by_main(lambda: recipe.plan.needs(stage))  # an error of all is told once
     with _kept_whole(recipe, stage, **way) as wanted:
+        recipe, others = _given(recipe, given, callbacks)
         done = None if overwrite else processes.by_main(lambda: finished(recipe, stage))
         if done is not None:
             finished_in = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
-            say(f"{finished_in} --overwrite repeats it (make: OVERWRITE=1).")
+            if given is None:
+                say(f"{finished_in} --overwrite repeats it (make: OVERWRITE=1).")
+            elif changed := processes.by_main(lambda: _changed(recipe, stage, others)):
+                wrong = f"{finished_in[:-1]}, and {changed} is not what it was run with."
+                raise RecipeError(wrong, remedy="Name a new run ($run), or give $overwrite to repeat it.")
+            else:
+                say(f"{finished_in} overwrite=True repeats it.")
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
-        recipe, others = _given(recipe, given, callbacks)
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(others), **way)
         with _result_comes_back(recipe, stage, **way):
             processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
+            _take_from_earlier(recipe.stage_folder(stage))
             for later, planned in recipe.plan.stages.items() if overwrite else ():
                 if stage in planned.needs and processes.by_main(partial(finished, recipe, later)):
                     old = f"{later} of this run was trained on the {stage} that is now replaced;"
@@ -289,6 +300,18 @@ def run(
                 return train_stage(recipe, stage, checkpoint, callbacks=callbacks, **others)
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(recipe, stage) from error
+
+
+def _changed(recipe: Recipe, stage: str, others: Mapping[str, Any]) -> str:
+    """Which of the objects that a finished stage was run with are others now, in words; "" where none is."""
+    then = read_json(recipe.stage_folder(stage) / BEFORE_FILE) or {}
+    now, before = recipe.given(stage), then.get("given", {})
+    changed = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
+    code = (then.get("made_with") or {}).get("reward", {})
+    for name, suffix in (("reward", ""), ("judge", " (judge)")):
+        digests = code_digests(others[name]) if name in others else {}
+        changed += [name] * any(code.get(f"{of}{suffix}", digest) != digest for of, digest in digests.items())
+    return ", ".join(changed)
 
 
 def _check_way(recipe: Recipe, stage: str, *, resume: bool) -> None:

@@ -42,6 +42,10 @@ class Recipe:
         """The same recipe with prompts of ppo that are given in Python: `train_dataset`, `eval_dataset`."""
         return replace(self, prompts=GivenPrompts(self.task, given))
 
+    def given(self, stage: str) -> dict[str, str]:
+        """SHA-256 of the prompts of a stage that were given in Python, by their argument's name."""
+        return self.prompts.digests if stage == "ppo" and self.prompts is not None else {}
+
     @property
     def seed(self) -> int:
         return int(self.values.get("seed", DEFAULT_SEED))

@@ -20,7 +20,7 @@ from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
 from toolkit import models
-from toolkit.data import LabelledCollator
+from toolkit.data import LabelledCollator, values_of
 from toolkit.errors import DataError
 from toolkit.functional import first_differences, token_level_preference_loss, wilson_interval
 from toolkit.reports import ScoredPair
@@ -133,6 +133,8 @@ def reward_trainer(
     if not set(needed) <= set(present):
         columns = f"{' and '.join(needed)} for a head with {outputs} output(s); present: {', '.join(present)}"
         raise DataError(f"the reward stage needs the columns {columns}.")
+    if outputs > 1:
+        check_labels(outputs, train_dataset, eval_dataset)
     read = model if roles is None else models.SequenceClassifierView(roles, pad_token_id=pad_token_id)
     kind, collator = (RewardTrainer, None) if outputs == 1 else (ScorerTrainer, LabelledCollator(pad_token_id))
     given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}
@@ -149,6 +151,16 @@ def reward_trainer(
     trainer.check_positions(model, "Shorten the limits of the data section, or leave longer rows out.")
     in_place_of_progress(trainer, callbacks)
     return trainer
+
+
+def check_labels(outputs: int, *datasets: Dataset | None) -> None:
+    """Raises: DataError: a label of rows is none of the head's, of which cross-entropy says nothing that helps."""
+    for rows in datasets:
+        labels = set(values_of(rows, "labels")) if rows is not None else set()
+        if wrong := sorted(labels.difference(range(outputs))):
+            told = f"a row has the label {wrong[-1]}, and the head has {outputs} outputs, for 0 to {outputs - 1}."
+            more = f"Set reward_head.num_labels to {wrong[-1] + 1}, or mend" if wrong[0] >= 0 else "Mend"
+            raise DataError(told, remedy=f"{more} the labels.")
 
 
 def judge_pairs(
