@@ -257,7 +257,7 @@ def test_a_kill_before_the_next_checkpoint_leaves_a_finished_stage_finished(tmp_
     longer = chat(tmp_path, checkpoint, lr_scheduler_type="constant", max_steps=4)
     for made_on_the_way in ((), ("checkpoint-4/trainer_state.json",)):
 
-        def killed(*_, made=made_on_the_way):
+        def killed(*_, made=made_on_the_way, **__):
             for name in (*made, "metrics.jsonl"):
                 path = recipe.stage_folder("ppo") / name
                 path.parent.mkdir(exist_ok=True)
