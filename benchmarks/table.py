@@ -231,7 +231,8 @@ def _gpu(result: Mapping[str, Any]) -> str:
         f"micro-batch {work['micro_batch']}; medians of {result['arguments']['updates']} updates. In brackets what "
         "`toolkit plan` says."
     )
-    if len(processors := dict.fromkeys(row["processor"] for row in result["rows"] if "processor" in row)) > 1:
+    processors = dict.fromkeys(row["processor"] for row in result["rows"] if "processor" in row)
+    if len(processors | {result["machine"]["processor"]: None} if processors else {}) > 1:
         about += f" Beside the card the rows had different processors, one after the other: {', '.join(processors)}."
     return "\n\n".join([about, markdown(*gpu_rows(result))])
 

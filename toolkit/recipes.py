@@ -10,15 +10,17 @@ What a recipe says is in `toolkit.spec`, what a run of it does in `toolkit.runs`
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from traceback import clear_frames
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
 
-from toolkit.errors import RecipeError, RunInterrupted
+from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.rewards import Reward, check_reward
+from toolkit.rewards.base import of_a_library
 from toolkit.runs import stages
 from toolkit.runs.check import check
 from toolkit.runs.plan import plan
@@ -136,10 +138,10 @@ class Recipe(WhatItSays):
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
         try:
             return stages.run(self._scored_by(scorer=reward, judge=judge), stage, given=given, **way)
-        except RunInterrupted as stop:
-            if getattr(stop, "way_on", "") == "resume":
-                stop.add_remedy("Go on with $resume.")
-            clear_frames(stop.__traceback__)  # they hold the base, and a notebook holds them
+        except ToolkitError as error:
+            if isinstance(error, RunInterrupted) and getattr(error, "way_on", "") == "resume":
+                error.add_remedy("Go on with $resume.")
+            _let_go(error)
             raise
         finally:
             gc.collect()  # a trainer and its callbacks hold each other
@@ -162,6 +164,16 @@ class Recipe(WhatItSays):
         if problems:
             raise RecipeError(f"{self.name}, with a {' and a '.join(named)} of its own,", problems=problems)
         return replace(self, values=values)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames of an error, but a user's own: they hold the base, and a notebook keeps the error."""
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            if of_a_library(frame.f_code.co_filename):
+                with suppress(RuntimeError):  # of one that is at work
+                    frame.clear()
+        error = error.__cause__ or error.__context__
 
 
 def _function(reward: Reward) -> dict[str, str]:

@@ -52,7 +52,20 @@ def test_what_is_left_out(changes, reason, tmp_path):
     good = {"prompt": "River?", "completion": "Loire.", "label": "1"}  # as CSV has numbers
     path = write(tmp_path / "x.jsonl", [good, {**good, **changes}])
     task = Labelled(byte_tokenizer(), path, path, max_length=64)
+    with pytest.raises(
+        DataError, match="^task: .* has no pairs data, .* Or set reward_head.num_labels to the number of"
+    ):
+        task.pairs("train")
     assert task.labelled("train")["labels"][:] == [1] and task.left_out["train"] == {reason: 1}
+
+
+def test_a_csv_file_has_labels_as_text(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("prompt,completion,label\n" + "".join(f"River?,Loire {n}.,{n}\n" for n in ("True", " false", "3")))
+    assert Labelled(byte_tokenizer(), str(path), str(path)).labelled("train")["labels"][:] == [1, 0, 3]
+    path.write_text("prompt,completion,class\nRiver?,Loire.,1\n")
+    with pytest.raises(DataError, match='line 2: a class is in the column "label"; present: prompt, completion, class'):
+        Labelled(byte_tokenizer(), str(path), str(path)).labelled("train")
 
 
 def test_no_row_is_cut(tmp_path):

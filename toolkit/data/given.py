@@ -76,7 +76,9 @@ def _check_measured(task: Task, prompts: Dataset) -> None:
     columns = {name: prompts[name][:] for name in prompts.column_names}
     try:
         task.metrics(Rollout(nothing, nothing, ids, ids, [False] * len(nothing), columns))
-    except KeyError as missing:
-        wrong = f'the task "{task.task}" measures responses by a column {missing}, which these prompts do not have.'
-        remedy = "Give it, or take a recipe whose data are of the task prompts."
-        raise DataError(wrong, field="eval_dataset", remedy=remedy) from missing
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        lacks = isinstance(error, KeyError) and error.args[0] not in columns
+        what = f"by a column {error}, which these prompts do not have" if lacks else "by columns of another form"
+        remedy = "Give them as the task has them, or take a recipe whose data are of the task prompts."
+        wrong = f'the task "{task.task}" measures responses {what}.'
+        raise DataError(wrong, field="eval_dataset", remedy=remedy) from error

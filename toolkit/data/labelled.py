@@ -8,7 +8,9 @@ import pyarrow as pa
 from datasets import Dataset
 
 from toolkit.data.prompts import Answered
-from toolkit.data.rows import Unusable, as_number, each_of, packed
+from toolkit.data.rows import Unusable, as_number, each_of, packed, present
+from toolkit.data.task import Kind
+from toolkit.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,11 @@ class Labelled(Answered):
     )
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-        label = as_number(row.get("label"))
+        if "label" not in row:
+            raise DataError(f'{place}: a class is in the column "label"; {present(row)}', remedy="Rename the column.")
+        label = as_number(row["label"])
+        if isinstance(label, str):  # as CSV has them
+            label = {"true": 1, "false": 0}.get(label.strip().lower(), label)
         if label is None:
             raise Unusable("no label")
         if not (isinstance(label, (int, float)) and 0 <= label < 2**31 and label == int(label)):
@@ -47,6 +53,12 @@ class Labelled(Answered):
 
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(row["input_ids"][: row["asked"] or None]) for row in each_of(rows)]
+
+    def _lacks(self, kind: Kind) -> DataError:
+        error = super()._lacks(kind)
+        if kind == "pairs":  # what a reward of one output learns from
+            error.add_remedy("Or set reward_head.num_labels to the number of classes.")
+        return error
 
     def labelled(self, split: str) -> Dataset:
         return self._splits[split].rows.select_columns(["input_ids", "labels"])

@@ -99,18 +99,29 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     try:
         run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
         before = read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}
-        same = run.values["data"] == recipe.values["data"]
-        if same and before.get("held_out") in (None, data_digest(recipe.task.prompts("test"))):
+        same, given = run.values["data"] == recipe.values["data"], before.get("given", {})
+        by_hand = given.get("train_dataset")  # the digest of prompts that were given in Python
+        held_out = before.get("held_out") in (None, data_digest(recipe.task.prompts("test")))
+        if same and held_out and by_hand is None:
             return {}, []
-        if names := before.get("given"):
-            told = f"data: the run has other prompts than its recipe ({', '.join(names)} of Python). Whether it was "
-            return {"other_prompts": True}, [f"{told}trained on some of these is not known."]
-        if same:
+        if by_hand is not None and data_digest(recipe.task.prompts("train")) != by_hand:
+            told = (
+                "data: the run was trained on prompts that were given in Python. Whether some of these are among them "
+            )
+            return {"other_prompts": True}, [f"{told}is not known."]
+        if same and not given:
             told = (
                 "data: these are not the prompts that the run held out: its data have changed since then, and it may "
             )
             return {"other_prompts": True}, [f"{told}have been trained on some of these."]
-        asked = (build.rated_dataset(run), "prompt_ids") if by == "q" else (run.task.prompts("train"), "input_ids")
+        asked = (
+            (build.rated_dataset(run), "prompt_ids")
+            if by == "q"
+            else (
+                (run if by_hand is None else recipe).task.prompts("train"),
+                "input_ids",
+            )
+        )
     except ToolkitError as error:  # its data or its base may be gone
         return {}, [f"data: which of these are training prompts of the run is not known: {error}"]
     prompts = recipe.task.prompts("test")

@@ -230,10 +230,12 @@ def _file_of(part: Any) -> Path | None:
 def _cell_of(part: Any) -> str:
     """The lines of a reward that is written in a notebook's cell, of an object those of all methods of its class; else
     nothing."""
-    code, owner = _code_of(part), type(_without_partial(part))
+    called = _without_partial(part)
+    code, owner = _code_of(part), type(getattr(called, "__self__", called))
     if code is None or of_a_library(code.co_filename) or _file_of(part) is not None:
         return ""
-    methods = [own.__code__ for own in vars(owner).values() if inspect.isfunction(own)]
+    methods = [own.__code__ for one in owner.__mro__ for own in vars(one).values() if inspect.isfunction(own)]
+    methods = [own for own in methods if not of_a_library(own.co_filename)]
     text = ""
     for one in dict.fromkeys([code, *methods]):
         with suppress(Exception):  # of code that is nowhere as text, as inspect has it

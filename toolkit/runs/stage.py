@@ -105,7 +105,7 @@ def _trained(
     cut = say_rows(recipe, stage, trainer)
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     trainer.started = started
-    before, responses_before = _before(recipe, stage, trainer)
+    before, responses_before = _before(recipe, stage, trainer, goes_on=checkpoint is not None)
     _tell_before(trainer, before, responses_before, goes_on=checkpoint is not None)
     so_far = ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
     if processes.is_main():
@@ -165,7 +165,7 @@ def _save_model(trainer: Any, folder: Path) -> None:
         trainer.save_model(str(folder))
 
 
-def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
+def _before(recipe: Recipe, stage: str, trainer: Any, *, goes_on: bool) -> tuple[dict[str, Any], Responses | None]:
     """What was measured first, by this process or by one that began the stage."""
     path = recipe.stage_folder(stage) / BEFORE_FILE
     rows = recipe.task.prompts("test") if stage in RESPONDING else trainer.eval_dataset
@@ -182,7 +182,7 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
         if hasattr(trainer, "roles") and hasattr(trainer, "reward"):  # which TRL's own loop has not
             kept["made_with"] = made_with(trainer.roles, trainer.reward, trainer.judge)
         processes.by_main(partial(reports.write_json, path, kept))
-    if kept.get("given", {}) != recipe.given(stage):
+    if kept.get("given", {}) != recipe.given(stage) and not goes_on:  # else the checkpoint knows its rows
         wrong = f"{path} was measured in a run whose prompts were others: what was given in Python has changed."
         with processes.agreed():
             raise CheckpointError(wrong, remedy="Give run_stage what it was given, or begin anew with $overwrite.")

@@ -172,7 +172,8 @@ def prepared(
             longer = f"A larger {stage}.max_steps makes it longer."
             raise RecipeError(wrong, remedy=f"{longer} Else name a new run ($run), or give $overwrite to repeat it.")
         processes.by_main(lambda: _check_way(recipe, stage, resume=False))
-        recipe, given = _given(recipe, given, callbacks)
+        with processes.agreed():
+            recipe, given = _given(recipe, given, callbacks)
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(given), **way)
         with _result_comes_back(recipe, stage, trains=False, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
@@ -269,19 +270,17 @@ def run(
         ToolkitError: whatever a user can mend.
     """
     way: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
+    repeats = ("--overwrite repeats it (make: OVERWRITE=1)" if given is None else "overwrite=True repeats it") + "."
     processes.by_main(lambda: recipe.plan.needs(stage))  # an error of all is told once
     with _kept_whole(recipe, stage, **way) as wanted:
-        recipe, others = _given(recipe, given, callbacks)
+        with processes.agreed():
+            recipe, others = _given(recipe, given, callbacks)
         done = None if overwrite else processes.by_main(lambda: finished(recipe, stage))
         if done is not None:
             finished_in = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
-            if given is None:
-                say(f"{finished_in} --overwrite repeats it (make: OVERWRITE=1).")
-            elif changed := processes.by_main(lambda: _changed(recipe, stage, others)):
-                wrong = f"{finished_in[:-1]}, and {changed} is not what it was run with."
-                raise RecipeError(wrong, remedy="Name a new run ($run), or give $overwrite to repeat it.")
-            else:
-                say(f"{finished_in} overwrite=True repeats it.")
+            if changed := processes.by_main(lambda: _changed(recipe, stage, others)):
+                finished_in += f" It began with another {changed}, of which its figures are."
+            say(f"{finished_in} {repeats}")
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(others), **way)
@@ -291,7 +290,7 @@ def run(
             for later, planned in recipe.plan.stages.items() if overwrite else ():
                 if stage in planned.needs and processes.by_main(partial(finished, recipe, later)):
                     old = f"{later} of this run was trained on the {stage} that is now replaced;"
-                    say(f"{old} --overwrite repeats it (make: OVERWRITE=1).")
+                    say(f"{old} {repeats}")
             goes_on = resume and stage != "collect"
             checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
             try:
@@ -302,16 +301,22 @@ def run(
                 raise out_of_memory(recipe, stage) from error
 
 
+_OF_JUDGE = " (judge)"  # as `made_with` names what a judge is made of
+
+
 def _changed(recipe: Recipe, stage: str, others: Mapping[str, Any]) -> str:
-    """Which of the objects that a finished stage was run with are others now, in words; "" where none is."""
-    then = read_json(recipe.stage_folder(stage) / BEFORE_FILE) or {}
-    now, before = recipe.given(stage), then.get("given", {})
-    changed = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
-    code = (then.get("made_with") or {}).get("reward", {})
-    for name, suffix in (("reward", ""), ("judge", " (judge)")):
-        digests = code_digests(others[name]) if name in others else {}
-        changed += [name] * any(code.get(f"{of}{suffix}", digest) != digest for of, digest in digests.items())
-    return ", ".join(changed)
+    """Which of the objects that are given a finished stage did not begin with, in words; "" where it did."""
+    with suppress(ToolkitError):  # of a damaged file: the stage is finished all the same
+        then = read_json(recipe.stage_folder(stage) / BEFORE_FILE) or {}
+        now, before = recipe.given(stage), then.get("given", {})
+        changed = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
+        code = (then.get("made_with") or {}).get("reward", {})
+        of_judge = {name.removesuffix(_OF_JUDGE): text for name, text in code.items() if name.endswith(_OF_JUDGE)}
+        of_reward = {name: text for name, text in code.items() if not name.endswith(_OF_JUDGE)}
+        for name, texts in (("reward", of_reward), ("judge", of_judge)):
+            changed += [name] * (name in others and code_digests(others[name]) != texts)
+        return " and ".join(changed)
+    return ""
 
 
 def _check_way(recipe: Recipe, stage: str, *, resume: bool) -> None:

@@ -156,7 +156,8 @@ def reward_trainer(
 def check_labels(outputs: int, *datasets: Dataset | None) -> None:
     """Raises: DataError: a label of rows is none of the head's, of which cross-entropy says nothing that helps."""
     for rows in datasets:
-        labels = set(values_of(rows, "labels")) if rows is not None else set()
+        there = isinstance(rows, Dataset) and "labels" in rows.column_names  # a notebook may give others
+        labels = {label for label in values_of(rows, "labels") if isinstance(label, int)} if there else set()
         if wrong := sorted(labels.difference(range(outputs))):
             told = f"a row has the label {wrong[-1]}, and the head has {outputs} outputs, for 0 to {outputs - 1}."
             more = f"Set reward_head.num_labels to {wrong[-1] + 1}, or mend" if wrong[0] >= 0 else "Mend"
