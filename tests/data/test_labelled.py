@@ -1,6 +1,7 @@
 """Responses with a class each, from a file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,5 +90,10 @@ def test_all_responses_to_a_prompt_are_held_out_together(tmp_path):
         {"prompt": f"Why {i}?", "completion": f"{answer}.", "label": number}
         for i in range(8) for number, answer in enumerate(("So", "Who knows"))
     ]  # fmt: skip
-    task = Labelled(byte_tokenizer(), write(tmp_path / "x.jsonl", rows), validation_size=4)
-    assert len(task.labelled("train")) == 12 and "trained on" not in task.report()
+    tokenizer = byte_tokenizer()
+    task = Labelled(tokenizer, write(tmp_path / "x.jsonl", rows), validation_size=4)
+    trained, held_out = (
+        [re.search(r"Why \d", tokenizer.decode(ids))[0] for ids in task.labelled(split)["input_ids"]]
+        for split in ("train", "validation")
+    )
+    assert (len(trained), len(held_out)) == (12, 4) and not set(trained) & set(held_out)
