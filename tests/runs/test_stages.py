@@ -286,6 +286,10 @@ def test_held_out_prompts_that_the_task_cannot_measure(tmp_path):
     )
     with pytest.raises(DataError, match=told):
         recipe.run_stage("ppo", train_dataset=["S小写:5487x2="] * 200, eval_dataset=["S小写:5487x2="])
+
+
+@needs_trl_loop
+def test_held_out_prompts_are_nothing_to_the_loop_of_trl(tmp_path):
     with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, which evaluates nothing"):
         changes = "ppo.loop=trl", "ppo.eval_strategy='no'", "ppo.load_best_model_at_end=false"
         recipes.load("doubling", *changes, runs_dir=tmp_path).ppo_trainer(eval_dataset=["S小写:5487x2="])
