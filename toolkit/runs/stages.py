@@ -310,7 +310,9 @@ def _changed(recipe: Recipe, stage: str, others: Mapping[str, Any]) -> str:
         then = read_json(recipe.stage_folder(stage) / BEFORE_FILE) or {}
         now, before = recipe.given(stage), then.get("given", {})
         changed = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
-        code = (then.get("made_with") or {}).get("reward", {})
+        if "made_with" not in then:  # of TRL's own loop
+            return " and ".join(changed)
+        code = then["made_with"].get("reward", {})
         of_judge = {name.removesuffix(_OF_JUDGE): text for name, text in code.items() if name.endswith(_OF_JUDGE)}
         of_reward = {name: text for name, text in code.items() if not name.endswith(_OF_JUDGE)}
         for name, texts in (("reward", of_reward), ("judge", of_judge)):
