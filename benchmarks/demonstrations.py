@@ -272,7 +272,8 @@ def measured(folder: Path) -> dict[str, Any]:
     ]
     keys = ("score", "value_loss", "explained_variance")
     logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in keys}
-    of_run = {key: result[key] for key in ("seconds", "peak_memory_gb")} | {"warnings": result.get("warnings", [])}
+    of_run = {key: result[key] for key in ("date", "seconds", "peak_memory_gb")}
+    of_run["warnings"] = result.get("warnings", [])
     return {"before": result["before"], "after": result["after"], "curve": curve, **logged, **of_run}
 
 

@@ -41,6 +41,7 @@ from benchmarks.paired import bootstrap
 from benchmarks.records import (
     DOCS,
     RESULTS,
+    add_result,
     fill_file,
     folded,
     markdown,
@@ -48,7 +49,6 @@ from benchmarks.records import (
     newest,
     save_figure,
     where,
-    write_result,
 )
 from benchmarks.relevance import as_function, relevance, share_told
 from toolkit import recipes
@@ -214,7 +214,7 @@ def run(
             beside.append(({"kind": "adapter"}, {"judge": str(runs / one / "reward" / "reward")}))
     own = [*data["pairs"], *overrides]
     found = {str(seed): _of_seed(name, seed, runs, [f"seed={seed}", *own], *beside) for seed in seeds}
-    return write_result(new_result(name, seeds=found, judges=accuracies), RESULTS)
+    return add_result(new_result(name, seeds=found, judges=accuracies), RESULTS)
 
 
 def _apart(pair: Mapping[str, str]) -> tuple[str, str, str]:
@@ -282,7 +282,8 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
         }
     warnings = result.get("warnings", [])
     accuracy = reward_figures(runs / begun.run)["accuracy"]
-    return {"accuracy": accuracy, "curve": curve, "warnings": warnings, "policies": policies}
+    of_run = {"date": result["date"], "accuracy": accuracy, "curve": curve, "warnings": warnings}
+    return {**of_run, "policies": policies}
 
 
 def _adapters(form: Form, begun: Recipe, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
@@ -430,7 +431,8 @@ def _table(result: Mapping[str, Any]) -> str:
     ]
     rewards = ", ".join(f"{one['accuracy']:.2f}" for one in seeds.values())
     judges = " and ".join(f"{accuracy:.2f}" for accuracy in result["judges"].values())
-    accuracy = f"Accuracy on held-out pairs: {rewards} of the rewards, {judges} of the judge and the third."
+    several = " (of several, the first)" if FORMS[result["kind"]].members > 1 else ""
+    accuracy = f"Accuracy on held-out pairs: {rewards} of the rewards{several}, {judges} of the judge and the third."
     way = folded("On the way, and the warnings", markdown(columns, points), "\n".join(told))
     return "\n\n".join(filter(None, [*tables, way, accuracy]))
 
@@ -498,9 +500,9 @@ def judged_again(
     columns = list(dict.fromkeys(seed for result in results.values() for seed in result["seeds"]))
     rows: list[list[str]] = []
 
-    def add(title: str, name: str, cells: Iterable[str]) -> None:
+    def add(title: str, name: str, cells: Iterable[str], seeds: Sequence[str] = ()) -> None:
         *of_seeds, of_all = cells
-        found = dict(zip(results[name]["seeds"], of_seeds, strict=True))
+        found = dict(zip(seeds or results[name]["seeds"], of_seeds, strict=True))
         rows.append([title, *(found.get(seed, "") for seed in columns), of_all])
 
     for name, of_form in policies.items():
@@ -516,8 +518,11 @@ def judged_again(
             add(f"`{name}`, at the end", name, [*last, ""])
             add(f"`{name}`, what came back less the end", name, _gains(kept, _AGAIN))
     if {"made", "plain"} <= policies.keys():
-        beside = [(a["after"], b["after"]) for a, b in zip(policies["plain"], policies["made"], strict=True)]
-        add("`made` beside `plain`, after PPO, prompt by prompt", "made", _gains(beside, _AGAIN))
+        pair = [results[of]["seeds"] for of in ("plain", "made")]
+        both = [seed for seed in columns if all(seed in of for of in pair)]
+        beside = [[of[seed]["policies"]["after"] for of in pair] for seed in both]
+        if both:
+            add("`made` beside `plain`, after PPO, prompt by prompt", "made", _gains(beside, _AGAIN), both)
     return markdown([title, *(f"seed {seed}" for seed in columns), "all (95 %)"], rows)
 
 

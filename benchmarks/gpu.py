@@ -11,7 +11,6 @@ with its next row. `--small` runs the same code on a CPU with a tiny model, for 
 
 import argparse
 import gc
-import hashlib
 import random
 import statistics
 import sys
@@ -39,7 +38,7 @@ from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
 from toolkit.costs import Device, Lengths, here, weight_bytes_of
 from toolkit.costs.devices import this_cpu
-from toolkit.errors import ConfigError, ModelError, SelfCheckError, ToolkitError
+from toolkit.errors import ConfigError, ModelError, SelfCheckError
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 from toolkit.trainers.ppo_config import PPOConfig
@@ -55,7 +54,6 @@ BY_GRAPHS: tuple[dict[str, Any], ...] = tuple(
 )
 """Those of a card alone, and after all others: in a process in which a recording has failed nothing more can be
 measured."""
-ROOT = Path(__file__).parents[1]
 LENGTHS = ("even", "uneven")
 PACKED = "uneven, packed"
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
@@ -78,7 +76,7 @@ class Settings:
         return id_tokenizer(self.llama)
 
 
-def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
+def settings(*, small: bool, updates: int = 3) -> Settings:
     """Those of the benchmark, or the small ones.
 
     Raises:
@@ -91,7 +89,7 @@ def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
         raise BenchmarkError("bench-gpu needs a CUDA device, and torch sees none.")
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise BenchmarkError(f"bench-gpu runs in bfloat16, which {torch.cuda.get_device_name(0)} does not have.")
-    size = Size(rollouts=rollouts, response_length=128, micro_batch=8)
+    size = Size(rollouts=16, response_length=128, micro_batch=8)
     return Settings(LLAMA_8B, size, prompt_length=256, updates=updates, device=torch.device("cuda", 0))
 
 
@@ -158,7 +156,8 @@ def measure(
     given: Settings, roles: SharedBase, work: Work, *, value: str, pack: bool = False, **form: Any
 ) -> dict[str, Any]:
     """One row, a form of `FORMS`: median seconds, and the peak memory, of each phase, and whose rows at a time were
-    halved since they did not fit. Where memory runs out, the phase it ran out in; where it is refused, why."""
+    halved since they did not fit. Where memory runs out, the phase it ran out in; where it is refused, why; and where
+    it fails in another way, how, after which nothing that this process measures can be trusted."""
     row: dict[str, Any] = {"value": value, **form}
     roles.pack_rows = pack
     if pack and not roles.can_pack:
@@ -169,14 +168,15 @@ def measure(
         try:
             built = build(given, roles, work, Path(folder), value=value, **form)
             run_ours(built, work, clock, WARM_UP + given.updates)
-        except (torch.cuda.OutOfMemoryError, ToolkitError) as error:
-            # No room to merge, a base without graphs, or a check that holds two computations against each other.
-            if isinstance(error, ConfigError | SelfCheckError):
-                return {**row, "refused": str(error), "recording_failed": error.__cause__ is not None}
+        except Exception as error:
             # In the reward, or outside.
-            if not any(isinstance(one, torch.cuda.OutOfMemoryError) for one in (error, error.__cause__)):
-                raise
-            return {**row, "out_of_memory": clock.phase or "building"}
+            if any(isinstance(one, torch.cuda.OutOfMemoryError) for one in (error, error.__cause__)):
+                return {**row, "out_of_memory": clock.phase or "building"}
+            # No room to merge, a base without graphs, or a check that holds two computations against each other; with a
+            # cause it is a recording that failed.
+            foreseen = isinstance(error, ConfigError | SelfCheckError)
+            said = str(error) if foreseen else f"{type(error).__name__}: {error}"
+            return {**row, "refused": said, "broken": not foreseen or error.__cause__ is not None}
         finally:
             roles.gradient_checkpointing_disable()
             roles.zero_grad()  # where memory ran out, some are left
@@ -230,7 +230,7 @@ def run(
         before: gives what stands where a result is to be saved, whose rows are kept if they are of the same.
 
     Returns:
-        The result as it is written.
+        The result as it is written, `whole` where no row has broken off.
     """
     works = {how: random_work(given.llama, given.size, given.prompt_length, uneven=how == "uneven") for how in LENGTHS}
     drawn = outline(LlamaConfig(**given.llama))
@@ -250,7 +250,6 @@ def run(
             "vocabulary": drawn.config.vocab_size,
         },
         arguments={"updates": given.updates},
-        sources=_sources(),
         work={
             **asdict(given.size),
             "prompt_tokens": given.prompt_length,
@@ -282,8 +281,8 @@ def run(
             result["rows"].append(row | {"processor": result["machine"]["processor"]})
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
-            if row.get("recording_failed"):
-                return _with_plans(result, given, works["even"], save)
+            if row.get("broken"):
+                return result
             _free()
         del base, roles
         _free()
@@ -294,12 +293,6 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["value"], *(row[key] for key in FORMS[0]), row["lengths"]
 
 
-def _sources() -> str:
-    """A digest of the code: a machine that is lent has no git."""
-    files = sorted(path for folder in ("toolkit", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
 def _begun(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
     """Model and rows of an earlier run of the same that was cut short; nothing of one that has all, and its plans."""
     same = ("versions", "sources", "arguments", "work")
@@ -307,8 +300,7 @@ def _begun(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, A
         return {}
     if before["machine"].get("gpu") != result["machine"].get("gpu"):  # what is lent next may have another processor
         return {}
-    rows = [row for row in before["rows"] if not row.get("recording_failed")]
-    return {"model": before["model"], "rows": rows}
+    return {"model": before["model"], "rows": before["rows"]}
 
 
 def _shared(base: PreTrainedModel) -> SharedBase:
@@ -352,13 +344,12 @@ def _free() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--updates", type=int, default=3, help="measured updates of each row")
-    parser.add_argument("--rollouts", type=int, default=16, help="prompts of an update")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     args = parser.parse_args()
     progress = Console(stderr=True)
     try:
-        given = settings(small=args.small, updates=args.updates, rollouts=args.rollouts)
+        given = settings(small=args.small, updates=args.updates)
     except BenchmarkError as error:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
@@ -371,7 +362,9 @@ def main() -> int:
     write_result(result, args.output)
     print(section("gpu", result))
     progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
-    return 0
+    if "whole" not in result:
+        progress.print("a row broke off, and this process can measure no more: the same command goes on after it.")
+    return 0 if "whole" in result else 1
 
 
 if __name__ == "__main__":

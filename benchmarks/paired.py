@@ -54,21 +54,15 @@ def bootstrap(differences: Tensor, *, kept: Tensor | None = None) -> tuple[float
     generator = torch.Generator().manual_seed(0)
     seeds, pairs = differences.shape
     counted = torch.ones_like(differences) if kept is None else kept.to(differences.dtype)
-    drawn = [
-        [torch.randint(number, (number,), generator=generator) for number in (seeds, pairs)] for _ in range(_DRAWS)
+    drawn = [  # how often each
+        [torch.randint(of, (of,), generator=generator).bincount(minlength=of) for of in (seeds, pairs)]
+        for _ in range(_DRAWS)
     ]
-    of_seeds, of_pairs = (_times(torch.stack(of_each)) for of_each in zip(*drawn, strict=True))
+    of_seeds, of_pairs = (torch.stack(of_each).double() for of_each in zip(*drawn, strict=True))
     total, number = (((of_seeds @ (of * counted)) * of_pairs).sum(dim=1) for of in (differences, counted))
     means = total / number
     low, high = means.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
-
-
-def _times(drawn: Tensor) -> Tensor:
-    """How often each of N is drawn: int64 (D, N) of numbers below N to float64 (D, N)."""
-    return torch.zeros(drawn.shape, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones(drawn.shape, dtype=torch.float64)
-    )
 
 
 def log_loss(margins: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +14,30 @@ from toolkit.reports import machine, versions, write_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RESULTS = Path(__file__).parent / "results"
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
 
 
 def new_result(kind: str, **values: Any) -> dict[str, Any]:
-    """A result of today on this machine, with these values; and of which commit, where git is there."""
+    """A result of today on this machine and by this code, with these values; of which commit, where git is there."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    found = {"kind": kind, "date": now, "machine": machine(), "versions": versions()}
+    found = {"kind": kind, "date": now, "machine": machine(), "versions": versions(), "sources": _sources()}
     with suppress(OSError, subprocess.CalledProcessError):
         changed = _git("status", "--porcelain", "--", "toolkit", "recipes", "benchmarks/*.py")
         found["commit"] = _git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     return found | values
 
 
+def _sources() -> str:
+    """A digest of code and recipes: a machine that is lent has no git, and what is not committed no number."""
+    kinds = ("toolkit/**/*.py", "benchmarks/*.py", "recipes/*.yaml")
+    files = sorted(path for kind in kinds for path in ROOT.glob(kind))
+    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def _git(*arguments: str) -> str:
-    asked = ("git", "-C", str(DOCS.parent), *arguments)
+    asked = ("git", "-C", str(ROOT), *arguments)
     return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -50,19 +59,29 @@ def read_result(result: Mapping[str, Any], folder: Path) -> dict[str, Any] | Non
 
 
 def add_result(result: dict[str, Any], folder: Path) -> Path:
-    """Write a result of arms and their seeds, beside the other arms and seeds of one of the same kind and day, where
+    """Write a result of seeds, or of arms and their seeds, beside the others of one of the same kind and day, where
     that was run by the same code in the same way; else in its place."""
-    before = read_result(result, folder) or {"arms": {}}
-    own = result.keys() - {"arms", "date"}
-    of_today = before["arms"] if all(before.get(key) == result[key] for key in own) else {}
-    arms = of_today | {arm: of_today.get(arm, {}) | by_seed for arm, by_seed in result["arms"].items()}
+    before = read_result(result, folder) or {}
+    if any(before.get(key) != result[key] for key in result.keys() - {"arms", "seeds", "date"}):
+        return write_result(result, folder)
+    if "seeds" in result:
+        return write_result(result | {"seeds": before["seeds"] | result["seeds"]}, folder)
+    arms = before["arms"] | {arm: before["arms"].get(arm, {}) | of for arm, of in result["arms"].items()}
     return write_result(result | {"arms": arms}, folder)
 
 
 def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:
     """The newest result of a kind, or None."""
-    files = sorted(folder.glob(f"*_{kind}.json"))
+    files = sorted(folder.glob(f"????-??-??_{kind}.json"))
     return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+
+
+def _days(result: Mapping[str, Any]) -> str:
+    """The day of a result; of one of stages those on which they ran, which may have been there before."""
+    arms = result.get("arms")  # of `reward_parity` a list, whose arms have no days of their own
+    seeds = [of for by_seed in arms.values() for of in by_seed.values()] if isinstance(arms, Mapping) else []
+    days = sorted({of["date"][:10] for of in (*seeds, *result.get("seeds", {}).values()) if "date" in of})
+    return " and ".join(days or [result["date"][:10]])
 
 
 def where(result: Mapping[str, Any]) -> str:
@@ -71,14 +90,14 @@ def where(result: Mapping[str, Any]) -> str:
     gpu = f", {machine['gpu']} with {machine['gpu_memory_gb']:.0f} GB" if "gpu" in machine else ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        f"{result['date'][:10]}, {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{_days(result)}, {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
         f"{machine['memory_gb']:.0f} GB{gpu}; {versions}."
     )
 
 
 def chip_and_day(result: Mapping[str, Any]) -> str:
     """Processor and date of a result."""
-    return f"{result['machine']['processor']}, {result['date'][:10]}."
+    return f"{result['machine']['processor']}, {_days(result)}."
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, texts: bool = False) -> str:

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks.demonstrations import GAIN, PAGE, cell_of, gain, measured, perplexity, run_stage, with_range
 from benchmarks.errors import BenchmarkError
 from benchmarks.fooled import OWN_PPO, OWN_REWARD, asked, reward_figures, said
-from benchmarks.records import RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
+from benchmarks.records import RESULTS, add_result, fill_file, markdown, new_result, save_figure, where
 from toolkit import recipes
 from toolkit.data import Rollout
 from toolkit.reports import read_jsonl, write_jsonl
@@ -253,7 +253,7 @@ def run(
             path = stages(f"{name}-{seed}", seed, "sft", "ppo", other=model)
             reward = json.loads((model / "reward.json").read_text(encoding="utf-8"))
         found[str(seed)] = {"reward": _reward(reward), **_of_seed(path, runs)}
-    return write_result(new_result(name, seeds=found, others=_reward(reward_figures(runs / "others"))), RESULTS)
+    return add_result(new_result(name, seeds=found, others=_reward(reward_figures(runs / "others"))), RESULTS)
 
 
 def _reward(figures: Mapping[str, float]) -> dict[str, float]:

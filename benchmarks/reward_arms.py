@@ -1,6 +1,6 @@
 """One arm of `benchmarks.reward_parity` in a process of its own: a reward is trained, then it judges held-out pairs.
 
-    python -m benchmarks.reward_arms --job job.json --output answer.json
+    python -m benchmarks.reward_arms --arm ours-nf4 --job '{…}' --output answer.json
 
 All arms of a seed start as the same function: each adapter's B is zero, its A and the head come from the seed and the
 name of their place. They get the same token ids in the same order, and but for the loss the same settings of
@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -53,11 +53,11 @@ class Job:
     train: str
     validation: str
     seed: int
-    pairs: int
-    batch_size: int
-    learning_rate: float
-    max_prompt_length: int
-    max_response_length: int
+    pairs: int = 192
+    batch_size: int = 8
+    learning_rate: float = 4e-4
+    max_prompt_length: int = 80
+    max_response_length: int = 64
 
 
 @dataclass(frozen=True)
@@ -205,17 +205,10 @@ def run_arm(arm: str, job: Job) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", choices=ARMS, required=True)
-    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--job", type=lambda text: Job(**json.loads(text)), required=True, help="as JSON")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    job = Job(**json.loads(args.job.read_text(encoding="utf-8")))
-    args.output.write_text(json.dumps(run_arm(args.arm, job)) + "\n", encoding="utf-8")
-
-
-def write_job(job: Job, path: Path) -> Path:
-    """Write a job for `main`."""
-    path.write_text(json.dumps(asdict(job)) + "\n", encoding="utf-8")
-    return path
+    args.output.write_text(json.dumps(run_arm(args.arm, args.job)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

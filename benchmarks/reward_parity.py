@@ -5,27 +5,28 @@
 
 Each arm of each seed is trained on the same pairs in the same order, in a process of its own, and then judges the same
 held-out pairs. The result goes to `benchmarks/results/<date>_reward.json` after every arm, or to the file that
-`--output` names; a file that is there already is gone on with, so that arms which are done are not run again.
+`--output` names; a file that is there already is gone on with, so that arms which are done are not run again. Without
+`--output` the table of `docs/reward_stage.md` is written anew in the end.
 """
 
 import argparse
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.paired import compare
+from benchmarks.paired import compare, correctness
 from benchmarks.processes import run_module
-from benchmarks.records import RESULTS, new_result
-from benchmarks.reward_arms import ARMS, Job, write_job
+from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, where
+from benchmarks.reward_arms import ARMS, Job
 from benchmarks.run import about_model
 from toolkit.errors import ToolkitError
 from toolkit.reports import write_json
@@ -46,10 +47,8 @@ def arm_in_process(arm: str, job: Job) -> dict[str, Any]:
     Raises:
         BenchmarkError: it failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        given = write_job(job, Path(folder) / "job.json")
-        words = ("--arm", arm, "--job", given)
-        return run_module("benchmarks.reward_arms", *words, what=f"the arm {arm} of seed {job.seed}")
+    words = ("--arm", arm, "--job", json.dumps(asdict(job)))
+    return run_module("benchmarks.reward_arms", *words, what=f"the arm {arm} of seed {job.seed}")
 
 
 def _digest(path: str) -> str:
@@ -87,7 +86,8 @@ def resumed(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         return fresh
     earlier = json.loads(path.read_text(encoding="utf-8"))
-    other = [key for key in ("model", "settings", "versions", "machine") if earlier[key] != fresh[key]]
+    same = ("model", "settings", "versions", "machine", "sources")
+    other = [key for key in same if earlier.get(key) != fresh[key]]
     if other:
         raise BenchmarkError(f"{path} differs from this run in {' and '.join(other)}. Name another file with --output.")
     return earlier
@@ -136,6 +136,35 @@ def verdict(found: Mapping[str, Any]) -> str:
     )
 
 
+def _row(arm: Mapping[str, Any]) -> list[str]:
+    margins = torch.tensor(arm["margins"])
+    return [
+        arm["arm"],
+        str(arm["seed"]),
+        f"{correctness(margins).mean():.3f}",
+        f"{margins.mean():.3f}",
+        f"{arm['seconds']:.0f}",
+        f"{arm['memory_gb']['resident']:.2f}",
+    ]
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """What stands between the markers of `docs/reward_stage.md`."""
+    settings, arms = result["settings"], sorted(result["arms"], key=lambda arm: (arm["seed"], arm["arm"]))
+    about = (
+        f"{where(result)} Model: {result['model']['architecture']} of {result['model']['parameters'] / 1e6:.1f} "
+        f"million parameters. {settings['pairs']} training pairs, {settings['batch_size']} a step, and "
+        f"{len(arms[0]['margins'])} held-out pairs."
+    )
+    columns = ("arm", "seed", "accuracy", "mean margin", "training s", "peak GB")
+    verdicts = "\n".join(
+        f"- seeds {', '.join(map(str, found['seeds']))}: {verdict(found)}; McNemar p "
+        f"{', '.join(format(one['p'], '.2f') for one in found['mcnemar'])}"
+        for found in result["comparisons"]
+    )
+    return "\n\n".join([about, markdown(columns, [_row(arm) for arm in arms]), verdicts])
+
+
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
 
@@ -147,32 +176,19 @@ def main() -> int:
     parser.add_argument("--validation", required=True, help="file of held-out pairs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
-    parser.add_argument("--pairs", type=int, default=192, help="training pairs")
-    parser.add_argument("--batch-size", type=int, default=8, help="pairs of a step")
-    parser.add_argument("--learning-rate", type=float, default=4e-4)
-    parser.add_argument("--max-prompt-length", type=int, default=80, help="tokens")
-    parser.add_argument("--max-response-length", type=int, default=64, help="tokens")
     parser.add_argument("--output", type=Path, help="file of the result; one that is there is gone on with")
     args = parser.parse_args()
     progress = Console(stderr=True)
     # Arms run in the repository's folder.
-    job = Job(
-        model=_absolute(args.model),
-        train=_absolute(args.train),
-        validation=_absolute(args.validation),
-        seed=args.seeds[0],
-        pairs=args.pairs,
-        batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        max_prompt_length=args.max_prompt_length,
-        max_response_length=args.max_response_length,
-    )
+    job = Job(_absolute(args.model), _absolute(args.train), _absolute(args.validation), seed=args.seeds[0])
     output = args.output or RESULTS / f"{datetime.now(UTC):%Y-%m-%d}_reward.json"
     try:
         result = run(job, seeds=args.seeds, arms=args.arms, output=output, console=progress)
     except ToolkitError as error:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
+    if args.output is None:
+        fill_file(DOCS / "reward_stage.md", "reward: made by benchmarks.reward_parity", "end of reward", table(result))
     for found in result["comparisons"]:
         print(verdict(found))
     progress.print(f"result: {output}", highlight=False, soft_wrap=True)

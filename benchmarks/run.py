@@ -92,6 +92,7 @@ BENCHMARKS = {
 }
 
 
+_SAME = ("machine", "versions", "model", "sources")  # of a result and one that it goes on with
 # glibc's, by which a process keeps freed memory, as ours does by itself: in float32 stock TRL is faster so.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
@@ -322,7 +323,7 @@ def run(
 
 def _unfinished(before: Mapping[str, Any] | None, result: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of an earlier run of the same that lacks rounds; none of one that has them all."""
-    if before is None or any(before[key] != result[key] for key in ("machine", "versions", "model")):
+    if before is None or any(before.get(key) != result[key] for key in _SAME):
         return {}
     if not _as_fast(before["cpu"], result["cpu"]):
         return {}

@@ -259,7 +259,7 @@ def section(kind: str, *results: Mapping[str, Any]) -> str:
 def _newest(kind: str, folder: Path) -> list[dict[str, Any]]:
     """The newest result of a kind in each precision; a card's has one. Of contenders on a CPU that of each machine, the
     fastest first: some have one name, and differ twofold."""
-    if kind != "cpu":
+    if kind not in ("cpu", "slice"):
         names = [kind] if kind == "gpu" else [f"{kind}_{dtype}" for dtype in PRECISIONS]
         return [result for name in names if (result := newest(name, folder))]
     return [result for dtype in PRECISIONS for result in _of_machines(f"{kind}_{dtype}", dtype, folder)]

@@ -41,4 +41,5 @@ def one_round(slow=1.0, *, agilerl=False):
 
 def scored_arm(arm, job):
     shift = {"trl-bf16": 0.0, "ours-nf4": 0.1, "ours-nf4-token-level": -0.1}[arm]
-    return {"arm": arm, "seed": job.seed, "margins": [shift + 1, shift - 1, shift + job.seed], "seconds": 1.0}
+    margins = [shift + 1, shift - 1, shift + job.seed]
+    return {"arm": arm, "seed": job.seed, "margins": margins, "seconds": 1.0, "memory_gb": {"resident": 1.5}}

@@ -46,7 +46,7 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
         return {"accuracy": 0.6, "curve": curve, "warnings": told, "policies": policies}
 
     about = {"machine": {"processor": "a chip", "cores": 2, "threads": 1, "memory_gb": 8.0}, "versions": {"torch": "2"}}
-    result = {**about, "date": "2026-01-01", "seeds": {"0": seed(1.5), "2": seed(2.5)}}
+    result = {**about, "kind": "made", "date": "2026-01-01", "seeds": {"0": seed(1.5), "2": seed(2.5)}}
     result["judges"] = {"belongs": 0.7, "third": 0.8}
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = tmp_path / "made_pairs.md"

@@ -74,14 +74,14 @@ def test_a_row_that_does_not_fit_loses_no_other(error, said, monkeypatch):
         raise error from torch.cuda.OutOfMemoryError("out") if isinstance(error, RewardError) else None
 
     monkeypatch.setattr(gpu, "run_ours", runs_out)
-    given = gpu.settings(small=True, updates=1, rollouts=4)
+    given = gpu.settings(small=True)
     work = gpu.random_work(given.llama, given.size, given.prompt_length)
     roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
     assert row["out_of_memory"] == said
-    with pytest.raises(RewardError):
-        monkeypatch.setattr(gpu, "run_ours", lambda *arguments: (_ for _ in ()).throw(RewardError("another")))
-        gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
+    monkeypatch.setattr(gpu, "run_ours", lambda *arguments: (_ for _ in ()).throw(RuntimeError("CUDA error: assert")))
+    row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
+    assert row["refused"] == "RuntimeError: CUDA error: assert" and row["broken"]
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_a_row_without_room_to_merge_or_that_fails_a_check_loses_no_other(error,
         raise error
 
     monkeypatch.setattr(self_checks, "check_room_to_merge", no_room)
-    given = gpu.settings(small=True, updates=1, rollouts=4)
+    given = gpu.settings(small=True)
     work = gpu.random_work(given.llama, given.size, given.prompt_length)
     roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="merged")
-    assert row["refused"] == said
+    assert row["refused"] == said and not row["broken"]
     assert table.gpu_rows({"rows": [row | {"lengths": "even"}]})[1][0][4] == row["refused"]
 
 
 def test_graphs_are_rows_of_a_card(monkeypatch):
     """Here by graphs that are played back without one; what a plan says of them is not what it says of eager ones."""
     monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
-    given = gpu.settings(small=True, updates=1, rollouts=4)
+    given = gpu.settings(small=True)
     work = gpu.random_work(given.llama, given.size, given.prompt_length)
     roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     with graphs_without_a_card() as graphs:
@@ -118,23 +118,25 @@ def test_graphs_are_rows_of_a_card(monkeypatch):
     assert [graph.played for graph in graphs] == [4, 2, 2, 2, 2, 4] * 2
 
 
-@pytest.mark.parametrize("fails", [None, ("shared", "graphs")])
-def test_a_recording_that_fails_loses_no_row_without_graphs(fails, monkeypatch):
-    """Nor does one that follows in its process look like a measurement."""
-    given = gpu.settings(small=True, updates=1, rollouts=4)
+def test_a_row_that_breaks_off_ends_its_process_and_loses_no_other(monkeypatch):
+    """A card that has failed says nothing more that can be trusted: the next process goes on after that row."""
+    given = gpu.settings(small=True)
     on_cpu, asked = given.device, []
+    fails = [("separate", "merged"), ("shared", "graphs")]
 
     def measured(given, roles, work, *, value, **form):
         asked.append((value, form["generation"]))
-        failed = (
-            {"refused": "cannot be made", "recording_failed": True} if asked[-1] == fails else {"out_of_memory": ""}
-        )
-        return {"value": value, **form, **failed}
+        broken = {"refused": "cannot be made", "broken": True} if asked[-1] in fails else {"out_of_memory": ""}
+        return {"value": value, **form, **broken}
 
     monkeypatch.setattr(gpu, "measure", measured)
     monkeypatch.setattr(gpu, "random_llama", lambda values, device, made=gpu.random_llama: made(values, on_cpu))
     monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
-    found = gpu.run(replace(given, device=torch.device("cuda")), Console(quiet=True), lambda result: None)
+    found, ends = None, []
+    while found is None or "whole" not in found:
+        of_card, before = replace(given, device=torch.device("cuda")), found
+        found = gpu.run(of_card, Console(quiet=True), lambda result: None, lambda result, before=before: before)
+        ends.append(len(asked))
     plain = [(value, how) for value in ("separate", "shared") for how in ("eager", "eager", "merged", "eager", "eager")]
     by_graphs = [
         ("shared", "graphs"),
@@ -142,11 +144,11 @@ def test_a_recording_that_fails_loses_no_row_without_graphs(fails, monkeypatch):
         ("separate", "graphs"),
         ("separate", "merged_graphs"),
     ]
-    assert asked == plain + by_graphs[: 1 if fails else 4] and len(found["rows"]) == len(asked)
+    assert asked == plain + by_graphs and ends == [3, 11, 14] and len(found["rows"]) == 14
 
 
 def test_a_run_that_was_cut_short_goes_on_with_its_next_row(monkeypatch):
-    given, made, saved, planned = gpu.settings(small=True, updates=1, rollouts=4), [], [], []
+    given, made, saved, planned = gpu.settings(small=True), [], [], []
     figures = dict.fromkeys(PHASES, 1.0)
 
     def measured(given, roles, work, *, value, **form):
@@ -193,12 +195,12 @@ def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
     monkeypatch.setattr(gpu, "here", lambda: 24 * 10**9)
     phases = {"update": [Phase("update", Costs(peak=500_000_000), 1)]}
     monkeypatch.setattr(gpu, "planned", lambda *arguments, **named: (1_000_000_000, phases))
-    given = replace(gpu.settings(small=True, updates=1, rollouts=4), device=torch.device("cuda"))
+    given = replace(gpu.settings(small=True), device=torch.device("cuda"))
     monkeypatch.setattr(gpu, "_job", lambda *arguments, **named: (None, None))
     assert gpu._foreseen(given, None, value="shared", **gpu.FORMS[0]) == {"planned_gb": {"update": 1.5}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **named: True)
-    assert gpu.settings(small=False, updates=1, rollouts=8).device.type == "cuda"
+    assert gpu.settings(small=False, updates=1).device.type == "cuda"
 
 
 def test_a_row_whose_micro_batch_was_halved_says_so():
@@ -210,7 +212,7 @@ def test_a_row_whose_micro_batch_was_halved_says_so():
 
 
 def test_rows_that_cannot_be_packed_are_a_row_of_that(monkeypatch):
-    given = gpu.settings(small=True, updates=1, rollouts=4)
+    given = gpu.settings(small=True)
     base = gpu.random_llama(given.llama, given.device)
     assert gpu._shared(base).can_pack
     monkeypatch.setattr(base_checks, "rows_can_be_packed", lambda *trial: False)
@@ -226,7 +228,7 @@ def test_a_row_that_ran_out_of_memory_says_where():
 
 
 def test_uneven_lengths_reach_from_an_eighth_to_the_longest_and_are_not_in_order():
-    given = gpu.settings(small=True, updates=1, rollouts=4)
+    given = gpu.settings(small=True)
     work = gpu.random_work(given.llama, replace(given.size, rollouts=8, response_length=128), 256, uneven=True)
     assert sorted(work.lengths) == [16, 32, 48, 64, 80, 96, 112, 128] != work.lengths
     assert sorted(map(len, work.prompt_ids)) == [32, 64, 96, 128, 160, 192, 224, 256]
@@ -236,4 +238,4 @@ def test_uneven_lengths_reach_from_an_eighth_to_the_longest_and_are_not_in_order
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_bench_gpu_without_a_gpu_says_so():
     with pytest.raises(BenchmarkError, match="bench-gpu needs a CUDA device"):
-        gpu.settings(small=False, updates=1, rollouts=8)
+        gpu.settings(small=False, updates=1)

@@ -31,6 +31,9 @@ def test_a_run_goes_on_where_it_was(job, tmp_path):
     # The third pair of seed 0 is a tie for the one and right for the other.
     assert found["accuracy"]["difference"] == pytest.approx(0.5 / 6)
     assert "accuracy 0.667 against 0.583, difference +0.083" in reward_parity.verdict(found)
+    text = reward_parity.table(result)
+    assert "| trl-bf16 | 0 | 0.500 | 0.000 | 1 | 1.50 |" in text  # right, wrong and a tie
+    assert "| ours-nf4 | 0 | 0.667 | 0.100 | 1 | 1.50 |" in text and "McNemar p 1.00, 1.00" in text
     with pytest.raises(
         BenchmarkError, match=r"x\.json differs from this run in settings\. Name another file with --output"
     ):

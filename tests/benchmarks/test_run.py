@@ -92,9 +92,10 @@ def test_growth_leaves_out_whom_memory_does_not_hold_and_goes_on_where_it_was_br
     rates = first["cpu"]["gigaoperations_per_second"]
     faster = {**first["cpu"], "gigaoperations_per_second": {dtype: 2 * rate for dtype, rate in rates.items()}}
     arguments = {**first["arguments"], "updates": 2}
-    for key, other in {"versions": {"torch": "0.1"}, "arguments": arguments, "cpu": faster}.items():
+    others = {"versions": {"torch": "0.1"}, "arguments": arguments, "cpu": faster, "sources": "of other code"}
+    for key, other in others.items():
         run({**first, key: other})
-    assert len(sizes) == 15
+    assert len(sizes) == 20
     sizes.clear()
     run(found, rounds=3)  # more rounds are added to those that there are
     assert sizes == list(driver.BENCHMARKS["growth"].sizes)

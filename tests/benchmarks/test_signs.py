@@ -21,7 +21,7 @@ def test_answers_are_the_last_of_chosen_dialogues(tmp_path):
 def test_scores_follow_the_length_as_far_as_they_are_asked_to(pull):
     metrics, _ = signs.Drawn(ANSWERS * 20, pull, seed=1).evaluation(2_000)
     assert metrics["length_correlation"] == pytest.approx(pull, abs=0.06)
-    assert metrics["beyond_share"] == pytest.approx(0.01, abs=0.02)
+    assert 0 < metrics["beyond_share"] < 0.03
     limits = torch.tensor([min(signs.LIMIT, len(answer.split())) for answer in ANSWERS], dtype=torch.float32)
     assert metrics["length"] == pytest.approx(float(limits.mean()), rel=0.05)
 
