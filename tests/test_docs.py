@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from tests.tiny_runs import PAIRS, REPOSITORY, SMALL_DOUBLING, llama3_tokenizer, save_llama, stages_here
+from toolkit import recipes
 from toolkit.cli import app
 from toolkit.data import TASKS
 from toolkit.settings import declared
@@ -45,6 +46,7 @@ SMALL["mine"] = [*_REWARD, *_PPO]
 RUN_LANGUAGES = ("", "sh", "powershell")  # a block of another language, as text, is not run
 STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "plan", "show")
 READING = ("check", "plan", "show")  # which leave nothing: the same words once are enough
+_SET = re.compile(r'^#.* SET="([^"]+)"', re.MULTILINE)
 _read: set[tuple[str, ...]] = set()  # commands of the pages so far
 
 
@@ -115,6 +117,14 @@ def test_every_command_of_a_page_runs(page, desk, monkeypatch):
 
 def test_the_pages_have_commands():
     assert sum(len(commands(page)) for page in PAGES) > 20
+
+
+def test_what_the_heads_of_recipes_change_can_be_changed():
+    files = sorted((REPOSITORY / "recipes").glob("*.yaml"))
+    lines = [(path, words) for path in files for words in _SET.findall(path.read_text(encoding="utf-8"))]
+    assert len(lines) > 5
+    for path, words in lines:
+        recipes.load(path, *shlex.split(words))
 
 
 def test_every_key_that_the_migration_page_names_exists():

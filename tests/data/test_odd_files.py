@@ -276,8 +276,17 @@ def test_several_files_are_read_one_after_the_other(tmp_path):
     assert task.report().startswith(f"train: 2 prompts; 1 left out: 1 × an empty prompt (first: {first}, line 2)")
     limited = Prompts(byte_tokenizer(), [first, "never read"], second, max_train_rows=1)
     assert len(limited.prompts("train")) == 1
-    with pytest.raises(DataError, match=r'b.csv, line 2: no column "query", which the first row has'):
-        Prompts(byte_tokenizer(), [jsonl(tmp_path / "c.jsonl", {"query": "a"}), second], second).prompts("train")
+    # Each source has the prompt in a column of its own; lines of a text file are prompts whatever `columns` says.
+    third, lines = jsonl(tmp_path / "c.jsonl", {"query": "c"}), str(file(tmp_path / "d.txt", "d\n"))
+    assert Prompts(byte_tokenizer(), [third, second], second).prompts("train")["prompt"][:] == [
+        "<s>c</s><s>", "<s>b</s><s>",
+    ]  # fmt: skip
+    for several in ([third, lines], [lines, third]):
+        named = Prompts(byte_tokenizer(), several, second, columns={"prompt": "query"})
+        assert sorted(named.prompts("train")["prompt"][:]) == ["<s>c</s><s>", "<s>d</s><s>"]
+    with pytest.raises(DataError, match=r'c.jsonl, line 2: no column "query", which the first row has'):
+        mixed = jsonl(tmp_path / "c.jsonl", {"query": "a"}, {"prompt": "b"})
+        Prompts(byte_tokenizer(), [mixed, second], second).prompts("train")
     for field in ("train", "validation"):
         with pytest.raises(DataError, match=f"^{field}: it names no source. Name a file"):
             Prompts(byte_tokenizer(), **{"train": first, field: []})
@@ -290,7 +299,7 @@ def test_several_sources_of_the_hub_or_of_folders(tmp_path, monkeypatch):
     )
     task = Demonstrations(byte_tokenizer(), [folder, folder])
     assert has_splits([folder, "some/pairs"]) and not has_splits([folder, "x.jsonl"])
-    with pytest.raises(DataError, match="line|row 1: a demonstration is"):  # from the split, and not "it is missing"
+    with pytest.raises(DataError, match="/x/test, row 1: a demonstration is"):  # and not "it is missing"
         task.demonstrations("train")
     both = Prompts(byte_tokenizer(), folder, [folder, "some/pairs"], name="main")
     assert both.prompts("validation")["prompt"][:] == [f"<s>{text}</s><s>" for text in ("a", "b", "c", "hub")]

@@ -83,9 +83,9 @@ class PromptEncoder:
         """A conversation or a text that waits for its response, of at most `limit` tokens."""
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if self.chat else None
         # An earlier turn of the assistant may have its end.
-        others = [message["content"] for message in messages or () if message["role"] != "assistant"]
+        others = [turn["content"] for turn in messages or () if self.chat and turn["role"] != "assistant"]
         ends = [end for end in (self.tokenizer.eos_token, self._template.behind_question if others else "") if end]
-        if self.chat and any(end in text for end in ends for text in others):
+        if any(end in text for end in ends for text in others):
             why = "a prompt with an end of turn inside, as if in a chat template already"
             raise Unusable(f"{why} (chat: false takes it so)")
         written = self._template.asking if self.chat else dialogue_prompt

@@ -148,7 +148,6 @@ class Instructions(Task):
     test_size: int = 300
 
     task: ClassVar[str] = "instructions"
-    unit: ClassVar[str] = "prompts"
 
     def __post_init__(self) -> None:
         for name in ("train_size", "validation_size", "test_size"):

@@ -1,14 +1,13 @@
 """Responses with a class each: what a reward stage of several outputs learns from."""
 
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import pyarrow as pa
 from datasets import Dataset
 
 from toolkit.data.prompts import Answered
-from toolkit.data.rows import Unusable, as_number, each_of, packed, present
+from toolkit.data.rows import Unusable, as_number, each_of, present
 from toolkit.data.task import Kind
 from toolkit.errors import DataError
 
@@ -31,9 +30,7 @@ class Labelled(Answered):
     task: ClassVar[str] = "labelled"
     unit: ClassVar[str] = "labelled responses"
     too_long: ClassVar[str] = "what is over max_length is left out"
-    _pack: ClassVar[Any] = staticmethod(
-        partial(packed, columns={"input_ids": pa.list_(pa.int32()), "labels": pa.int64(), "asked": pa.int32()})
-    )
+    _packed_as: ClassVar[Any] = {"input_ids": pa.list_(pa.int32()), "labels": pa.int64(), "asked": pa.int32()}
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         if "label" not in row:

@@ -53,6 +53,9 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
         raise Unusable("messages that are no list")
     if not value:
         raise Unusable(f"an empty {'response' if answered else 'prompt'}")
+    speakers = [turn["from"] for turn in value if isinstance(turn, dict) and isinstance(turn.get("from"), str)]
+    if odd := [speaker for speaker in speakers if speaker not in _SHAREGPT]:
+        raise Unusable(f'a message from "{odd[0]}", a speaker that is not known')
     messages = []
     for message in value:
         if not isinstance(message, dict):
@@ -170,7 +173,7 @@ def part_beside(
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     read = "\n".join([*texts, system or ""])
     for name, value in row.items():
-        if not value or name.lower() not in (*PARTS, *others):
+        if not _holds(value) or name.lower() not in (*PARTS, *others):
             continue
         if isinstance(value, str):
             there = value.strip() in read

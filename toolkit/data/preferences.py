@@ -5,7 +5,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, cycle
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +24,6 @@ from toolkit.data.rows import (
     draw_parts,
     each_of,
     in_memory,
-    in_one_piece,
     packed,
     renamed,
     tables_of,
@@ -66,7 +65,7 @@ class Preferences(SplitTask):
     task: ClassVar[str] = "preferences"
     unit: ClassVar[str] = "pairs"
     known_columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected", "margin")
-    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=_COLUMNS))
+    _packed_as: ClassVar[Any] = _COLUMNS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,8 +133,7 @@ class Preferences(SplitTask):
     def _drawn(self) -> dict[str, list[int]]:
         """Training rows by stage."""
         part = self._splits["train"]
-        prompts = [asked["prompt"] for asked in _asked(part.rows)]
-        return draw_parts(prompts, self.parts or {}, seed=self.seed, left_out=part.listed())
+        return draw_parts(self._prompts_of(part.rows), self.parts or {}, seed=self.seed, left_out=part.listed())
 
     def _rows_of(self, stage: str, split: str) -> Split:
         part = self._splits[split]
@@ -150,7 +148,8 @@ class Preferences(SplitTask):
     def pairs(self, split: str) -> Dataset:
         """For `trl.RewardTrainer`; `margin` is 0 where a row has none, if any row of the split has one."""
         self._encoder.check_answers()
-        parts = [self._rows_of("reward", split).rows, *([self._made] if split == "train" else [])]
+        made = [self._made] if split == "train" and self.made_pairs else []
+        parts = [self._rows_of("reward", split).rows, *made]
         table = pa.concat_tables(chain.from_iterable(map(tables_of, parts)))
         sides, margins = table.select(list(_SIDES)), table["margin"]
         if margins.null_count < len(margins):
@@ -160,10 +159,8 @@ class Preferences(SplitTask):
     @cached_property
     def _made(self) -> Dataset:
         """`made_pairs` of the reward stage's rows."""
-        if not self.made_pairs:
-            return packed([], _COLUMNS)
         rows = self._rows_of("reward", "train").rows
-        return packed(_made(rows, self.made_pairs, end=self.tokenizer.eos_token_id, seed=self.seed), _COLUMNS)
+        return packed(_made(rows, self.made_pairs or (), end=self.tokenizer.eos_token_id, seed=self.seed), _COLUMNS)
 
     def report(self, *splits: str) -> str | None:
         made = "" if splits or not self.made_pairs else f"; {len(self._made)} pairs more are made of the reward's"
@@ -174,7 +171,7 @@ class Preferences(SplitTask):
         self._encoder.check_answers()
         rows = each_of(self._rows_of("sft", split).rows.select_columns(["chosen_ids", "prompt_length"]))
         shown = ((row["chosen_ids"], row["prompt_length"]) for row in rows)
-        return in_one_piece(packed(({"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in shown), SHOWN))
+        return packed(({"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in shown), SHOWN)
 
     def prompts(self, split: str) -> Dataset:
         """Each prompt once, with `messages` if any is a conversation; "test" is "validation"."""

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -22,7 +21,7 @@ from toolkit.data.messages import (
     text_or_messages,
 )
 from toolkit.data.pairs import read_sides
-from toolkit.data.rows import SHOWN, Split, Unusable, as_dataset, each_of, in_one_piece, packed, present
+from toolkit.data.rows import SHOWN, Split, Unusable, as_dataset, each_of, present
 from toolkit.data.source_task import SplitTask
 from toolkit.data.sources import Source, names_of
 from toolkit.errors import DataError
@@ -145,10 +144,6 @@ class Answered(SplitTask):
         start, ids = prompt["input_ids"], self._encoder.response(response, prompt)
         return {"input_ids": start + ids, "labels": [-100] * len(start) + ids}
 
-    @cached_property
-    def _splits(self) -> dict[str, Split]:
-        return {split: replace(part, rows=in_one_piece(part.rows)) for split, part in super()._splits.items()}
-
 
 @dataclass(frozen=True)
 class Demonstrations(Answered):
@@ -163,7 +158,7 @@ class Demonstrations(Answered):
 
     task: ClassVar[str] = "demonstrations"
     unit: ClassVar[str] = "demonstrations"
-    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=SHOWN))
+    _packed_as: ClassVar[Any] = SHOWN
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         return self._answered(place, row)

@@ -1,7 +1,6 @@
 """Responses with rewards, for learning from what was said before: prompt, response, and a reward at some tokens."""
 
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +10,7 @@ from datasets import Dataset
 from toolkit.data.encoder import PROMPT_COLUMNS, within_limit
 from toolkit.data.files import listed
 from toolkit.data.messages import refuse_parts, refuse_tools
-from toolkit.data.rows import Unusable, as_number, packed, present
+from toolkit.data.rows import Unusable, as_number, each_of, present
 from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
 
@@ -45,7 +44,7 @@ class RatedResponses(SourceTask):
     task: ClassVar[str] = "rated"
     unit: ClassVar[str] = "rated responses"
     may_be_plain: ClassVar[bool] = True
-    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=_COLUMNS))
+    _packed_as: ClassVar[Any] = _COLUMNS
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}
@@ -110,7 +109,7 @@ def check_rated(dataset: Dataset) -> None:
     if not _COLUMNS.keys() <= set(dataset.column_names):
         there = listed(dataset.column_names)
         raise DataError(f"the q stage needs the columns {', '.join(_COLUMNS)}; present: {there}.")
-    for number, row in enumerate(dataset.select_columns(list(_COLUMNS))):
+    for number, row in enumerate(each_of(dataset.select_columns(list(_COLUMNS)))):
         place, tokens = f"row {number} of the rated responses", len(row["response_ids"])
         if not row["prompt_ids"] or not tokens:
             raise DataError(f"{place}: prompt and response need a token at least.")

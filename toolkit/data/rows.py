@@ -9,13 +9,12 @@ import reprlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, DatasetInfo, Features, concatenate_datasets
+from datasets import Dataset, DatasetInfo, Features
 from datasets.arrow_writer import OptimizedTypedSequence
 from datasets.fingerprint import generate_random_fingerprint
 
@@ -80,18 +79,6 @@ def parts_of(rows: Dataset, column: str) -> Iterator[list[Any]]:
 def values_of(rows: Dataset, column: str) -> Iterator[Any]:
     """The values of a column one by one."""
     return chain.from_iterable(parts_of(rows, column))
-
-
-def in_one_piece(rows: Dataset) -> Dataset:
-    """The same rows without chunks or indices, as `Dataset.from_list` lays them out, if arrow can hold them so.
-
-    `data_digest` depends on it: where a batch ends within a buffer, arrow also writes some bytes of what comes next.
-    """
-    tables = list(tables_of(rows))
-    table = pa.concat_tables([*tables, tables[0].slice(0, 0)])  # a single chunk would stay a part of its buffer
-    with suppress(pa.ArrowInvalid):  # a column of over 2^31 tokens
-        table = table.combine_chunks()
-    return in_memory(table)
 
 
 def _from_columns(columns: Mapping[str, Sequence[Any]]) -> Dataset:
@@ -234,10 +221,18 @@ class Splits(Mapping[str, Split]):
         return len(self._read)
 
 
+def with_first(rows: Iterable[Row]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The place and the row of each row of a source, with the first of them."""
+    first: dict[str, Any] = {}
+    for place, row in rows:
+        first = first or row
+        yield place, row, first
+
+
 def usable_rows(
-    rows: Iterable[Row],
+    rows: Iterable[tuple[str, dict[str, Any], dict[str, Any]]],
     encode: Callable[..., dict[str, Any]],
-    pack: Callable[[list[dict[str, Any]]], Dataset] | None = None,
+    columns: Mapping[str, pa.DataType] | None = None,
     *,
     split: str,
     source: str,
@@ -245,31 +240,24 @@ def usable_rows(
 ) -> Split:
     """The first `limit` rows that can be used; raises DataError, which names split and source, if there are none.
 
-    `encode` is called with place and row, and with the first row of all; it raises `Unusable` for a row to leave out.
-    `pack` makes a data set of some encoded rows, which takes a small part of the memory of a list.
+    `encode` is called with place and row, and with the first row of the source; it raises `Unusable` for a row to leave
+    out. Where `columns` are given, encoded rows are `packed`.
     """
-    usable: list[dict[str, Any]] = []
-    packed: list[Dataset] = []
-    places: list[str] = []
-    left_out: list[tuple[str, str]] = []
-    limits: set[str] = set()
-    first: dict[str, Any] | None = None
-    for place, row in rows:
-        first = first or row
-        try:
-            usable.append(encode(place, row, first))
-            places.append(place)
-        except Unusable as reason:
-            left_out.append((place, str(reason)))
-            limits.add(reason.limit)
-        if pack and len(usable) == _AT_ONCE:
-            packed.append(pack(usable))
-            usable = []
-        if len(places) == limit:
-            break
-    if pack and usable:
-        packed.append(pack(usable))
-    read = Split(concatenate_datasets(packed) if packed else usable, places, left_out)
+    places, left_out, limits = list[str](), list[tuple[str, str]](), set[str]()
+
+    def encoded() -> Iterator[dict[str, Any]]:
+        for place, row, first in rows:
+            try:
+                made = encode(place, row, first)
+            except Unusable as reason:
+                left_out.append((place, str(reason)))
+                limits.add(reason.limit)
+            else:
+                places.append(place)
+                yield made
+
+    usable = islice(encoded(), limit)
+    read = Split(list(usable) if columns is None else packed(usable, columns), places, left_out)
     if not places:
         way = f"Raise {' and '.join(sorted(limits))}" if limits and "" not in limits else f"Mend {source}"
         wrong = f"no row can be used ({read.listed() or 'the file is empty'})."

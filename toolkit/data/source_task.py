@@ -22,6 +22,7 @@ from toolkit.data.rows import (
     draw_held_out,
     rows_in_memory,
     usable_rows,
+    with_first,
 )
 from toolkit.data.sources import Source, check_hub_settings, has_splits, names_of, read_rows
 from toolkit.data.task import Task
@@ -73,7 +74,7 @@ class SourceTask(Task):
 
     known_columns: ClassVar[tuple[str, ...]] = ()
     too_long: ClassVar[str] = "the sft stage cuts rows by its max_length"  # what becomes of rows that are
-    _pack: ClassVar[Any] = None  # makes a data set of encoded rows, which takes a small part of their memory
+    _packed_as: ClassVar[Mapping[str, Any] | None] = None  # the columns of a data set of encoded rows, by arrow's types
     may_be_plain: ClassVar[bool] = False  # prompts may be ids or mere text, without what was said before
 
     def __post_init__(self) -> None:
@@ -106,8 +107,9 @@ class SourceTask(Task):
         names = names_of(source)
         settings: dict[str, Any] = {"subset": self.subset, "name": self.name}
         named_by = split if getattr(self, split, None) is not None else "train"
-        rows = chain.from_iterable(read_rows(one, field=named_by, split=split, **settings) for one in names)
-        return usable_rows(rows, self._encode, self._pack, split=split, source=listed(names), limit=limit)
+        sources = (with_first(read_rows(one, field=named_by, split=split, **settings)) for one in names)
+        rows, source = chain.from_iterable(sources), listed(names)
+        return usable_rows(rows, self._encode, self._packed_as, split=split, source=source, limit=limit)
 
     @cached_property
     def _splits(self) -> Mapping[str, Split]:
@@ -143,7 +145,7 @@ class SourceTask(Task):
         def encoded(place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
             return self._encode_prompt(place, row, first, self._prompt_columns_in(first))
 
-        part = usable_rows(numbered, encoded, split=field, source="the rows given")
+        part = usable_rows(with_first(numbered), encoded, split=field, source="the rows given")
         if part.left_out:
             phases.tell(f"{field}: {part.report('prompts')}")
         columns = self._prompt_columns(part.rows)
@@ -238,13 +240,11 @@ class SplitTask(SourceTask):
 
         def train() -> Split:
             if self.validation is None:
-                _ = splits["validation"]  # that the source has none is told before all of it is encoded
+                _ = self._splits["validation"]  # that the source has none is told before all of it is encoded
             return self._read("train", self.train, self.max_train_rows)
 
-        splits = Splits(
-            train=train, validation=partial(self._read, "validation", held_out_of, self.max_validation_rows)
-        )
-        return splits
+        validation = partial(self._read, "validation", held_out_of, self.max_validation_rows)
+        return Splits(train=train, validation=validation)
 
     @cached_property
     def _shared(self) -> int:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.encoder import padded
 from toolkit.data.messages import Messages, messages_of_row
 from toolkit.data.rollouts import Rollout
-from toolkit.data.rows import Split, as_dataset, rows_in_memory
+from toolkit.data.rows import Split, as_dataset, rows_in_memory, values_of
 from toolkit.errors import DataError
 
 Kind = Literal["demonstrations", "pairs", "labelled", "prompts", "rated"]
@@ -75,7 +75,7 @@ class Task:
             columns = {name: [row.get(name) for row in read] for name in dict.fromkeys(chain.from_iterable(read))}
             dataset = as_dataset(columns, place="the rows given", field=field)
         known = frozenset(self.tokenizer.get_vocab().values())  # not all ids below their number, where there is a gap
-        for number, ids in enumerate(dataset["input_ids"], 1):
+        for number, ids in enumerate(values_of(dataset, "input_ids"), 1):
             if not (isinstance(ids, list) and ids and all(type(i) is int and i in known for i in ids)):
                 wrong = f"row {number}: input_ids is {reprlib.repr(ids)}, and ids of known tokens are needed."
                 raise DataError(wrong, field=field, remedy="Mend or remove the row.")
@@ -146,7 +146,8 @@ class Task:
         rows = ((split, *row) for split, part in self._splits.items() for row in part.left_out)
         return [{"split": split, "place": place, "reason": reason} for split, place, reason in rows]
 
-    def row_places(self, stage: str) -> list[dict[str, str]]:
-        """Which rows of the sources a stage has, with the keys `split` and `place`."""
-        rows = ((split, place) for split in self._splits for place in self._rows_of(stage, split).places)
+    def row_places(self, stage: str, *splits: str) -> list[dict[str, str]]:
+        """Which rows of the sources a stage has, of these splits or of all, with the keys `split` and `place`."""
+        wanted = [split for split in self._splits if not splits or split in splits]
+        rows = ((split, place) for split in wanted for place in self._rows_of(stage, split).places)
         return [{"split": split, "place": place} for split, place in rows]

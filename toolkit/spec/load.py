@@ -78,8 +78,8 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _OF_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # 010 is 8 and 1:30 is 90
 
 
-def check_yaml(text: str) -> str:
-    """What a text is, as "mapping", "sequence", "scalar", or "nothing".
+def check_yaml(text: str) -> yaml.Node | None:
+    """What a text is; None of an empty one.
 
     Its keys are text, no number is beyond all sense, and a few lines do not stand for thousands of values, as with
     aliases of aliases.
@@ -108,27 +108,30 @@ def check_yaml(text: str) -> str:
         elif node.tag in _NUMBERS and _OF_YAML_1_1.match(node.value):
             wrong = f"{node.value} would be a number to base 8 or 60. Write it in tens, or in quotes if it is text."
             raise ValueError(wrong)
-    return "nothing" if root is None else type(root).__name__.removesuffix("Node").lower()
+    return root
 
 
 def _read(path: Path) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
-        kind = check_yaml(text)
-        values = OmegaConf.load(io.StringIO(text)) if kind in ("mapping", "nothing") else None
+        root = check_yaml(text)
+        values = OmegaConf.load(io.StringIO(text)) if root is None or isinstance(root, yaml.MappingNode) else None
     except _UNREADABLE as error:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
     if not isinstance(values, DictConfig):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {kind}.")
-    if empty := next(_empty_stages(text), None):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {_kind(root)}.")
+    if empty := next(_empty_stages(root), None):
         wrong = "is empty, which is YAML's null, and null takes a stage away."
         raise RecipeError(str(path), problems=[Problem(wrong, empty, f"Write {empty}: {{}} for its defaults.")])
     return only_keys(values, str(path))
 
 
-def _empty_stages(text: str) -> Iterator[str]:
+def _kind(node: yaml.Node | None) -> str:
+    return type(node).__name__.removesuffix("Node").lower()
+
+
+def _empty_stages(root: yaml.Node | None) -> Iterator[str]:
     """The stages of a recipe's file after whose name nothing stands."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value in STAGES and isinstance(value, yaml.ScalarNode) and not (value.value or value.style):
             yield key.value
@@ -173,7 +176,7 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
         empty = f'an empty text is "{key}=\'\'" on the command line, SET="{key}=\\"\'\'\\"" with make'
         raise RecipeError(wrong, field=key, remedy=f"Give one: {empty}; null takes a stage's key away.")
     try:
-        check_yaml(value)
+        node = check_yaml(value)
         change = only_keys(OmegaConf.from_dotlist([override.strip()]), f'override "{override}"')
         merged = OmegaConf.merge(values, change)
     except RecipeError:
@@ -181,7 +184,6 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
     except _UNREADABLE as error:
         raise RecipeError(f'override "{override}" does not fit the recipe: {_reason(error)}') from error
     assert isinstance(merged, DictConfig)
-    node = yaml.compose(value, yaml.SafeLoader)
     if left_out := value[0 if node is None else node.end_mark.index :].strip():
         wrong = f'override "{override}": "{left_out}" would be a comment of YAML.'
         raise RecipeError(wrong, field=key, remedy="Put the value in quotes of its own.")
@@ -235,7 +237,9 @@ def _without_the_replaced(values: dict[str, Any], given: Collection[str], begun:
             others = (data.keys() & known) - {"task", *owner_fields(task)}
             data = values[section] = {k: v for k, v in data.items() if k not in others or f"{section}.{k}" in given}
         held_out = () if f"{section}.validation" in given else names_of(data.get("validation"))
-        other = f"{section}.train" in given and data.get("train") != at_section(begun, section).get("train")
+        now, before = (names_of(of.get("train")) for of in (data, at_section(begun, section)))
+        kept = now == before or any(is_hub_id(str(name)) for name in now if name in before)
+        other = f"{section}.train" in given and not kept
         if other and not any(is_hub_id(str(name)) for name in held_out):
             for key in HUB_SETTINGS:
                 if f"{section}.{key}" not in given:
