@@ -1,7 +1,7 @@
 """Tiny models, built in memory: no test needs a hub."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,30 @@ def in_nf4(folder: Path, dtype: str = "float32", **settings: Any) -> PreTrainedM
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     return load_base(str(folder), dtype=dtype, quantization=quantization, **settings)
+
+
+def saved_base(
+    folder: Path,
+    dtype: str = "float32",
+    *,
+    kind: str | bool = "nf4",
+    compute: str | torch.dtype | None = None,
+    double: bool = False,
+    size: int = 64,
+    card: bool = False,
+    roles: Iterable[str] = (),
+) -> SharedBase:
+    """On a tiny model from a folder, where it is saved if it is not there; in 4 bits of a kind, or in none if False."""
+    if not (folder / "config.json").exists():
+        tiny_model(size=size).save_pretrained(folder)
+    settings = {"bnb_4bit_compute_dtype": compute, "bnb_4bit_use_double_quant": double}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, **settings) if kind else None
+    device = None if card else torch.device("cpu")  # None: on a card where there is one
+    base = SharedBase(load_base(str(folder), device=device, dtype=dtype, quantization=quantization))
+    for role in roles:
+        base.add_role(role, lora())
+        randomize(base, role)
+    return base
 
 
 _MADE: dict[Any, tuple[SharedBase, torch.Tensor]] = {}

@@ -109,13 +109,9 @@ class ToolkitError(Exception):
     def moved(self, old: Path, new: Path) -> None:
         """What it names in a folder is in another one now, if it is there."""
         if new.is_dir():
+            way = f"{old}{os.sep}", f"{new}{os.sep}"
             self.problems = tuple(
-                replace(
-                    one,
-                    wrong=one.wrong.replace(f"{old}{os.sep}", f"{new}{os.sep}"),
-                    remedy=one.remedy.replace(f"{old}{os.sep}", f"{new}{os.sep}"),
-                )
-                for one in self.problems
+                replace(one, wrong=one.wrong.replace(*way), remedy=one.remedy.replace(*way)) for one in self.problems
             )
 
     def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:

@@ -138,7 +138,7 @@ class Recipe(WhatItSays):
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
         try:
             return stages.run(self._scored_by(scorer=reward, judge=judge), stage, given=given, **way)
-        except ToolkitError as error:
+        except (ToolkitError, KeyboardInterrupt, MemoryError) as error:  # which a notebook keeps
             if isinstance(error, RunInterrupted) and getattr(error, "way_on", "") == "resume":
                 error.add_remedy("Go on with $resume.")
             _let_go(error)

@@ -10,8 +10,9 @@ import yaml
 from transformers import TrainingArguments
 
 from tests.tiny_runs import PAIRS, command_here
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import ColumnError, RecipeError, ToolkitError
 from toolkit.inference.evaluate import as_trained, evaluate, measured, trained_on
+from toolkit.inference.generate import generate_best
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import build
 from toolkit.spec.validate import measured_names
@@ -186,6 +187,27 @@ def test_other_held_out_prompts_need_no_training_data(trained, tmp_path, monkeyp
     assert result["changed"] == {"data.validation": str(other)} and "trained_on" not in result
     said = capsys.readouterr().out
     assert "data: validation: " in said and "is not known: " in said and "gone.jsonl" in said
+
+
+def test_a_reward_that_reads_columns_needs_those_of_the_held_out_prompts_alone(trained, tmp_path, monkeypatch):
+    folder, recipe = trained
+    monkeypatch.chdir(folder)
+    shutil.copytree(recipe.folder, tmp_path / "runs" / "chat")
+    path = tmp_path / "runs" / "chat" / "recipe.yaml"
+    asked = {word: [{"rule": "contains", "words": [word], "number": 1}] for word in ("one", "two", "three")}
+    rows = [{"prompt": f"Say {word}.", "asked": rules} for word, rules in asked.items()]
+    (other := tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    by_rules = {"kind": "rules", "column": "asked"}
+    data = {"task": "prompts", "train": str(tmp_path / "gone.jsonl"), "validation": str(other)}
+    values = yaml.safe_load(path.read_text()) | {"data": data, "scorer": by_rules, "judge": by_rules}
+    path.write_text(yaml.safe_dump(values))
+    run = open_run("chat", runs_dir=tmp_path / "runs")
+    after = evaluate(run)["after"]
+    assert 0.0 <= after["judge"] == after["score"] <= 1.0
+    (best,) = generate_best(run, number=1, num_samples=2)
+    assert best["prompt"].count("Say one.") == 1
+    with pytest.raises(ColumnError, match='no column "asked"'):
+        generate_best(run, texts=["Hi"], num_samples=2)
 
 
 def test_nothing_measured_is_lost_where_the_run_s_own_base_is_not_here(trained, tmp_path):

@@ -19,6 +19,7 @@ from toolkit.errors import ColumnError, DataError, RewardError, SelfCheckError, 
 from toolkit.inference import evaluate as evaluation
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
+from toolkit.inference.judge import judge
 from toolkit.inference.saved_run import open_run, trained_sampler
 from toolkit.models import SharedBase
 from toolkit.sampling import Sampler, best_of
@@ -122,23 +123,24 @@ def test_generate_shows_and_writes_both(trained, tmp_path):
     assert len(generate(open_run("chat", runs_dir=folder / "runs"), number=3)) == 3
 
 
-def answered(folder, output):
+def answered(folder, output, page):
     with contextlib.chdir(folder):  # where its reward is found
-        judge = ("judge.kind=function", "judge.function=shorter_for_test:rule")
-        recipe = open_run("chat", "ppo.temperature=1.3", *judge)
+        changes = ("ppo.temperature=1.3", "judge.kind=function", "judge.function=shorter_for_test:rule")
+        recipe = open_run("chat", *changes)
         rows = generate(recipe, number=6, compare=True, temperature=1.3, seed=5, output=output)
         best = generate_best(recipe, number=3, num_samples=3, seed=5)
         assert [row["prompt"] for row in best] == [one.text for one in prompts_of(recipe, (), None, 3)]
-        return rows, best, evaluate(recipe)["after"]
+        return rows, best, evaluate(recipe)["after"], judge(["chat"], *changes, output=page)["chat"]["after"]
 
 
 def test_several_processes_answer_and_measure_as_one(trained, two, tmp_path):
     folder, _ = trained
-    rows, best, figures = answered(folder, None)
-    assert len({row["policy"] for row in rows}) > 1 and figures["judge"] == figures["score"]
-    for found, found_best, measured in two(answered, folder, tmp_path / "out.jsonl"):
+    rows, best, figures, judged = answered(folder, None, tmp_path / "alone.html")
+    assert len({row["policy"] for row in rows}) > 1 and figures["judge"] == figures["score"] == judged["judge"]
+    for found, found_best, measured, asked in two(answered, folder, tmp_path / "out.jsonl", tmp_path / "both.html"):
         assert found == rows and [row["policy"] for row in found_best] == [row["policy"] for row in best]
         assert measured == pytest.approx(figures, rel=1e-3, abs=1e-3)
+        assert asked == pytest.approx(judged, rel=1e-3, abs=1e-3)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
 
 

@@ -4,27 +4,23 @@ import gc
 import math
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    Cache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-)
+from transformers import AutoModelForCausalLM, Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.models.test_q_values import q_base
-from tests.tiny_models import ARCHITECTURES, VOCABULARY, lora, randomize, shared_base, tiny_model
+from tests.tiny_models import ARCHITECTURES, VOCABULARY, lora, randomize, saved_base, shared_base, tiny_model
 from tests.tolerances import FP32
+from toolkit import processes
 from toolkit.data import doubling
-from toolkit.models import RowProcessor, SharedBase, copies, load_base
+from toolkit.models import RowProcessor, SharedBase, copies
 from toolkit.models.decoding import decode
 from toolkit.sampling import Sampler
 
@@ -58,11 +54,7 @@ def greedy(model, *, by, eos=None, tokens=9, ids=IDS):
 def base_of(kind, tmp_path):
     if kind != "llama in NF4":
         return shared_base(architecture=kind)
-    tiny_model(size=64).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="float32"))
-    base.add_role("policy", lora())
-    return randomize(base, "policy")
+    return saved_base(tmp_path, roles=["policy"])
 
 
 @pytest.mark.parametrize("kind", [*ARCHITECTURES, "llama in NF4"])
@@ -199,13 +191,7 @@ def needs_layout(dtype):
 
 
 def in_float32(tmp_path, quantized):
-    tiny_model(size=64).save_pretrained(tmp_path)
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if quantized else None
-    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="float32"))
-    for role in ("policy", "reward"):
-        base.add_role(role, lora())
-        randomize(base, role)
-    return base
+    return saved_base(tmp_path, kind=quantized and "nf4", roles=["policy", "reward"])
 
 
 def own_forwards(base):
@@ -251,8 +237,11 @@ def test_nothing_is_merged_for_other_roles_in_16_bits_or_beyond_a_share_of_the_m
     assert changed("policy") and not changed("reward")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not changed("policy")
-    monkeypatch.setattr(copies, "_SHARE", 0)
-    assert not changed("policy")
+    numbers = sum(m.base_layer.weight.numel() for m in base.causal_lm.modules() if isinstance(m, LoraLayer))
+    monkeypatch.setattr(processes.exchange, "count", lambda: 4)  # each of which has copies: no number depends on it
+    for total, fits in ((8 * 4 * numbers, True), (8 * 4 * numbers - 8, False)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda total=total: SimpleNamespace(available=0, total=total))
+        assert changed("policy") == fits
     monkeypatch.undo()
     base.causal_lm.to(torch.bfloat16)
     with base.role("policy"), base.unpacked():
@@ -262,12 +251,7 @@ def test_nothing_is_merged_for_other_roles_in_16_bits_or_beyond_a_share_of_the_m
 @pytest.mark.parametrize("quantized", [False, True])
 def test_merged_in_16_bits_it_is_a_model_with_these_weights(tmp_path, quantized):
     """Against a plain model whose weights are W + s · B A, by hand in float64 and rounded once."""
-    tiny_model(size=64).save_pretrained(tmp_path)
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16) if quantized else None
-    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="bfloat16"))
-    for role in ("policy", "reward"):
-        base.add_role(role, lora())
-        randomize(base, role)
+    base = saved_base(tmp_path, "bfloat16", kind=quantized and "fp4", compute="bfloat16", roles=["policy", "reward"])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     layers, with_adapter = dict(plain.named_modules()), []
     for name, layer in base.causal_lm.named_modules():
@@ -311,8 +295,7 @@ def test_what_a_merged_copy_takes_is_counted_in_the_precision_of_the_passes(tmp_
                 if isinstance(cell.cell_contents, torch.Tensor)
             }
     assert held == {torch.bfloat16}
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)  # not that of the base
-    other = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="float32"))
+    other = saved_base(tmp_path, kind="fp4", compute="bfloat16")  # not that of the base
     other.add_role("policy", lora())
     assert other.merged_bytes == 0
 
@@ -335,11 +318,7 @@ def test_what_tokens_were_drawn_with_is_what_a_pass_over_them_says(tmp_path):
 @needs_layout(torch.bfloat16)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_weights_that_are_laid_out_give_the_same_bits(tmp_path, quantized):
-    tiny_model(size=64).save_pretrained(tmp_path)
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16) if quantized else None
-    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="bfloat16"))
-    base.add_role("policy", lora())
-    randomize(base, "policy")
+    base = saved_base(tmp_path, "bfloat16", kind=quantized and "fp4", compute="bfloat16", roles=["policy"])
     with base.role("policy"), base.autocast():
         tokens, logits = greedy(base.causal_lm, by=decode)
         with base.unpacked():

@@ -97,7 +97,7 @@ def test_masks_come_from_lengths():
     assert sequences.response_mask.tolist() == [[True] * 3]
     ragged = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
     assert ragged.response_mask.sum(1).tolist() == [3, 6]
-    assert ragged.response_positions.tolist() == [[3, 4, 5, 5, 5, 5], [5, 6, 7, 8, 9, 10]]
+    assert [of.tolist() for of in ragged.predicting] == [[0] * 3 + [1] * 6, [2, 3, 4, 4, 5, 6, 7, 8, 9]]
     with pytest.raises(ValueError, match="at least one token"):
         Sequences.from_ids([[]], [[3]], pad_token_id=0)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, GenerationConfig
+from transformers import GenerationConfig
 
-from tests.tiny_models import lora, randomize, shared_base, tiny_model
+from tests.tiny_models import lora, randomize, saved_base, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit import processes
 from toolkit.functional import token_logprobs
-from toolkit.models import SharedBase, copies, load_base
+from toolkit.models import SharedBase, copies
 from toolkit.models.fused_lora import is_plain
 
 IDS = torch.tensor([[1, 5, 9, 12, 4], [1, 7, 3, 3, 2]])
@@ -146,12 +146,8 @@ def test_an_adapter_that_does_not_train_lets_the_gradient_through():
 @pytest.mark.parametrize("bits", [4, 16])
 def test_in_16_bits_they_are_as_near_to_exact_ones_as_peft_s(tmp_path, bits):
     tiny_model(size=64).to(torch.bfloat16).save_pretrained(tmp_path)
-    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    quantization = BitsAndBytesConfig(bnb_4bit_use_double_quant=True, **settings) if bits == 4 else None
-    given = {"device": torch.device("cpu"), "dtype": "bfloat16", "quantization": quantization}
-    base = SharedBase(load_base(str(tmp_path), **given))
-    base.add_role("policy", lora())
-    randomize(base, "policy")
+    kind = bits == 4 and "nf4"
+    base = saved_base(tmp_path, "bfloat16", kind=kind, compute="bfloat16", double=True, roles=["policy"])
     base.train_roles("policy")
     assert names(base)[-1] == ("q_proj", "k_proj", "v_proj")
     ours = passes(base, "policy", precision=torch.bfloat16)
@@ -293,9 +289,7 @@ def test_layers_of_a_group_whose_first_has_another_role_s_adapter_keep_their_own
 
 
 def test_4_bit_layers_are_unpacked_while_responses_are_generated(tmp_path):
-    tiny_model(size=64).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="float32"))
+    base = saved_base(tmp_path)
     layers = [module for module in base.modules() if isinstance(module, Linear4bit)]
     seen = []
     layers[0].register_forward_hook(
@@ -310,9 +304,7 @@ def test_4_bit_layers_are_unpacked_while_responses_are_generated(tmp_path):
 
 
 def test_4_bit_layers_that_compute_in_another_precision_are_not_unpacked(tmp_path):
-    tiny_model(size=64).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="bfloat16"))
+    base = saved_base(tmp_path, "bfloat16", kind="fp4", compute="float32")
     layers = [module for module in base.modules() if isinstance(module, Linear4bit)]
     assert layers and not set(layers) & set(copies.unpackable(base, besides=(), on_cpu=True))
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -320,14 +312,7 @@ def test_4_bit_layers_that_compute_in_another_precision_are_not_unpacked(tmp_pat
 
 
 def of_4_bits(folder, dtype):
-    tiny_model(size=64).save_pretrained(folder)
-    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    quantization = BitsAndBytesConfig(bnb_4bit_compute_dtype=dtype, **settings)
-    base = SharedBase(
-        load_base(str(folder), device=torch.device("cpu"), quantization=quantization, dtype=str(dtype)[6:])
-    )
-    base.add_role("policy", lora())
-    randomize(base, "policy")
+    base = saved_base(folder, str(dtype)[6:], compute=dtype, double=True, roles=["policy"])
     base.train_roles("policy")
     return base, [module for module in base.modules() if isinstance(module, Linear4bit)]
 
@@ -384,6 +369,7 @@ def test_in_float32_weights_are_laid_out_for_readings_and_updates(tmp_path, quan
         assert (a is None) == (b is None)
         assert a is None or is_near(b, a)
     needed = 4 * sum(layer.in_features * layer.out_features for layer in (*layers, base.lm_head))
+    monkeypatch.setattr(processes.exchange, "count", lambda: 4)  # each of which has copies: no number depends on it
     for total, fits in ((8 * needed, True), (8 * needed - 8, False)):
         memory = SimpleNamespace(available=0, total=total)
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)

@@ -7,16 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.models.test_decoding import IDS, MASK, PROMPTS, base_of, greedy
 from tests.recorded import graphs_without_a_card
-from tests.tiny_models import VOCABULARY, lora, randomize, shared_base, tiny_model
+from tests.tiny_models import VOCABULARY, lora, randomize, saved_base, shared_base, tiny_model
 from tests.trainers.helpers import trainer
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
-from toolkit.models import SharedBase, load_base
+from toolkit.models import SharedBase
 from toolkit.models.caches import CACHE
 from toolkit.models.decoding import decode
 from toolkit.models.graphs import RecordedPass
@@ -249,10 +249,7 @@ def test_an_update_learns_from_what_was_played_back(generation, nf4, tmp_path, m
     on_card, dtype = torch.cuda.is_available(), "bfloat16" if nf4 else "float32"
     if not on_card:
         monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
-    tiny_model(size=64).save_pretrained(tmp_path / "base")
-    named = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    quantization = BitsAndBytesConfig(**named) if nf4 else None
-    base = SharedBase(load_base(str(tmp_path / "base"), dtype=dtype, quantization=quantization))
+    base = saved_base(tmp_path / "base", dtype, kind=nf4 and "nf4", compute="bfloat16", card=True)
     base.stop_token_ids = lambda tokenizer: list(range(2, 8))
     base.add_role("reference")
     for role in ("policy", "value"):

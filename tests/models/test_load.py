@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
-    BertConfig,
-    BertModel,
     BitsAndBytesConfig,
     MixtralConfig,
     MixtralForCausalLM,
@@ -205,7 +203,6 @@ def test_other_kinds_of_models_are_refused(tmp_path):
     BartConfig(d_model=8, encoder_layers=1, decoder_layers=1).save_pretrained(tmp_path / "bart")
     with pytest.raises(ModelError, match="of type bart, which is not a decoder-only language model"):
         load_base(str(tmp_path / "bart"))
-    assert BertModel and BertConfig  # an encoder has a causal class in transformers, so that it is not refused here
 
 
 def test_layers_without_end_are_refused_at_once(tmp_path):
@@ -532,6 +529,18 @@ def test_a_checkpoint_in_4_bits_computes_in_what_is_asked_for_and_is_never_quant
         skipping = BitsAndBytesConfig(**nf4, llm_int8_skip_modules=["lm_head", "q_proj"])
         with pytest.raises(ModelError, match="with llm_int8_skip_modules: .*, and .*q_proj.* is given"):
             load_model(ModelSpec(str(folder), quantization=skipping), device=device)
+
+
+def test_a_classifier_s_head_is_never_put_into_4_bits(checkpoint, tmp_path):
+    """transformers keeps it only where no list of modules to skip is given, as a checkpoint's settings have one."""
+    skips = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"])
+    load_base(str(checkpoint), quantization=skips).save_pretrained(folder := tmp_path / "bnb-4bit")
+    for spec in (ModelSpec(str(checkpoint), quantization=skips), ModelSpec(str(folder))):
+        for make in (load_model, outlined):
+            model = make(spec, "sequence_classifier", num_labels=1)
+            assert type(model.score) is torch.nn.Linear
+            assert sum(isinstance(module, Linear4bit) for module in model.modules()) == 2 * 7
+    assert skips.llm_int8_skip_modules == ["lm_head"]
 
 
 def test_the_outline_of_a_checkpoint_in_4_bits_leaves_out_what_it_does(checkpoint, tmp_path):

@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, BitsAndBytesConfig
+from transformers import CONFIG_MAPPING
 
 from benchmarks.architectures import tiny_model as tiny_architecture
-from tests.tiny_models import shared_base, tiny_model
+from tests.tiny_models import saved_base, shared_base, tiny_model
 from tests.trainers.helpers import own_classifier
 from toolkit.data import pad_rows
 from toolkit.errors import ModelError
@@ -16,7 +16,6 @@ from toolkit.models import (
     Sequences,
     SharedBase,
     ValueModel,
-    load_base,
     response_logprobs,
     sequence_logits,
     value_after_response,
@@ -36,8 +35,8 @@ def test_a_line_of_rows():
     assert sequences.packed and sequences.input_ids.shape == (1, 32)
     assert sequences.row_lengths == [6, 11, 5, 3, 7] and sequences.position_ids.tolist() == [positions]
     assert sequences.starts.tolist() == [0, 6, 17, 22]
-    assert sequences.response_positions[0].tolist() == [3, 4, 5, 5, 5, 5]
-    assert sequences.response_positions[2].tolist() == [18, 19, 20, 21, 21, 21]
+    lines, places = (of.tolist() for of in sequences.predicting)
+    assert lines == [0] * 14 and places == [2, 3, 4, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 23]
     assert sequences.response_tokens.tolist() == [token for response in RESPONSES for token in response]
 
 
@@ -67,7 +66,7 @@ def test_what_all_prompts_begin_with_stands_in_the_line_once():
     positions = [*range(15), *range(8, 20), *range(8, 14), *range(8, 12), 11, 11, 11]
     assert sequences.position_ids.tolist() == [positions]
     assert sequences.own_starts.tolist() == [0, 15, 27, 33]
-    assert sequences.response_positions[1].tolist() == [21, 22, 23, 24, 25, 26]
+    assert sequences.predicting[1].tolist() == [11, 12, 13, 20, 21, 22, 23, 24, 25, 28, 29, 30, 31, 35]
     assert sequences.response_tokens.tolist() == [token for response in RESPONSES for token in response]
     assert sequences.places(torch.tensor([0, 7, 8])).tolist() == [[0, 7, 8], [0, 7, 15], [0, 7, 27], [0, 7, 33]]
 
@@ -121,19 +120,14 @@ def test_packed_rows_say_what_they_say_alone(kind, common):
 
 def test_rows_are_packed_in_16_and_in_4_bits(tmp_path):
     assert SharedBase(tiny_model().to(torch.bfloat16)).packs_rows
-    tiny_model(size=64).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    base = load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="bfloat16")
-    assert SharedBase(base).packs_rows
+    assert saved_base(tmp_path, "bfloat16").packs_rows
 
 
 @pytest.mark.card
 @pytest.mark.parametrize("nf4", [False, True])
 def test_rows_are_packed_on_a_card_where_it_is_asked_for(nf4, tmp_path):
     """On one where there is one, with prompts that are read in a line, too."""
-    tiny_model(size=64).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if nf4 else None
-    model = load_base(str(tmp_path), dtype="float32", quantization=quantization)
+    model = saved_base(tmp_path, kind=nf4 and "nf4", card=True).causal_lm
     base = SharedBase(model, pack_rows=True)
     base.add_role("reference")
     line, alone = (

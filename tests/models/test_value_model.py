@@ -132,8 +132,9 @@ def test_it_starts_as_a_copy_of_a_reward_model(tmp_path):
     made = load_value_model(spec, doubling.tokenizer(), lora=None)
     assert torch.equal(made.head.weight, reward.score.weight)
     for other in ({"head_bias": True}, {"head_init": "zeros"}):
-        with pytest.raises(ModelError, match="bias and initialisation would have no effect: .* has a trained head"):
-            load_value_model(spec, doubling.tokenizer(), lora=None, **other)
+        for device in (None, torch.device("meta")):  # as a check has it, before anything is trained
+            with pytest.raises(ModelError, match="bias and initialisation would have no effect: .* has a trained head"):
+                load_value_model(spec, doubling.tokenizer(), lora=None, device=device, **other)
     torch.testing.assert_close(
         made.backbone.decoder.layers[0].fc1.weight, reward.model.decoder.layers[0].fc1.weight, **EXACT
     )

@@ -16,6 +16,7 @@ from toolkit.cli import app
 from toolkit.errors import PeerError, RecipeError, RewardError, ToolkitError
 from toolkit.processes import exchange
 from toolkit.recipes import Recipe
+from toolkit.reports import Output
 from toolkit.runs.said import say
 
 
@@ -161,12 +162,13 @@ def test_a_recipe_is_read_once_and_its_errors_are_told_once(two):
 def told():
     with redirect_stdout(StringIO()) as printed:
         say("a sentence")
+        Output().print("a table")
     return printed.getvalue()
 
 
 def test_one_process_says_what_concerns_all(two):
     """Of a script of one's own, too, where nobody silences the others."""
-    assert two(told) == ["a sentence\n", ""]
+    assert two(told) == ["a sentence\na table\n", ""]
 
 
 def test_a_broken_connection_is_not_asked_again(monkeypatch):

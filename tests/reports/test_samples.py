@@ -24,8 +24,6 @@ def test_samples(tmp_path):
     rows[0]["after"] = "[bold]not markup[/bold]\x1b]0;title\x07"
     Console(file=stream, width=120).print(samples_table(rows))
     assert "[bold]not markup[/bold]\\x1b]0;title\\x07" in stream.getvalue() and "0.10 → 0.20" in stream.getvalue()
-    with pytest.raises(ValueError, match="of the same prompts"):
-        sample_rows(before, Responses.of(rollout([[6, 2]], [[1, 4]]), torch.tensor([0.2])))
 
 
 def test_what_is_said_stands_above_a_panel(monkeypatch):

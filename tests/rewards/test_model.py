@@ -137,8 +137,9 @@ def test_the_prompt_column():
     assert RewardModel(*bert(), reads="response").texts(spaced)[0] == ("Four.",)
     with pytest.raises(RewardError, match="prompt_column: the prompts have no column question; present: prompt"):
         RewardModel(*llama(), prompt_column="question")(rollout())
-    with pytest.raises(RewardError, match='column "number" holds 7, which is neither text nor messages'):
-        RewardModel(*llama(), prompt_column="number")(rollout(number=[7] * 4))
+    for odd, said in ((7, "7"), (["first", "second"], r"\['first', 'second'\]"), ([], r"\[\]"), ("", "''")):
+        with pytest.raises(RewardError, match=f'column "odd" holds {said}, which is neither text nor messages'):
+            RewardModel(*llama(), prompt_column="odd")(rollout(odd=[odd] * 4))
 
 
 def test_a_template_that_refuses():

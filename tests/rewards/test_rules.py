@@ -21,6 +21,8 @@ def test_a_right_answer_is_the_whole_text_and_ended():
     assert right_answer(rollout("12", ended=False, answer=["12"])) == [0.0]
     with pytest.raises(RewardError, match="the column answer holds 12, which no response could be: text is needed"):
         right_answer(rollout("12", answer=[12]))
+    with pytest.raises(RewardError, match='the prompts have no column "answer"; present: solution'):
+        right_answer(rollout("12", solution=["12"]))
 
 
 def test_sentiment_counts_different_words_up_to_three():

@@ -227,6 +227,13 @@ def test_nothing_is_written_or_deleted_through_a_link(link, tmp_path):
     assert (tmp_path / link).is_symlink()
 
 
+def test_the_folder_of_all_runs_may_be_a_link(run, tmp_path):
+    (tmp_path / "all").symlink_to(tmp_path)
+    begin_anew(tmp_path / "all" / "run", finished=True)
+    assert not aside.settle(tmp_path / "all" / "run")
+    assert (run / "ppo" / "metrics.jsonl").read_text() == "new metrics" and not (run / aside.REPLACED).exists()
+
+
 @pytest.mark.parametrize(
     "moves",
     [

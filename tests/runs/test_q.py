@@ -350,6 +350,7 @@ def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
     assert recipe.plan.needs("q") == []
     report = recipes.check(recipe)
     assert texts(report) == () and "q_data: train: 2 rated responses; 1 left out: 1 × an empty" in str(report)
+    assert "first row of q: '<s>Hello</s><s>Hi there</s>', " in str(report)
     result = stages.run(recipe, "q")
     assert result["left_out"] == {"train": {"an empty response": 1}}
     held_out = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in ("Hello", "Never asked")]

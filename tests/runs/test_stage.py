@@ -8,9 +8,10 @@ from tests.reports.examples import RESULT
 from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
 from toolkit import recipes
+from toolkit.models import fast_precision
 from toolkit.runs.build import about_stage
 from toolkit.runs.report_on_the_way import ReportAtEvaluations
-from toolkit.runs.result import how_it_ended, of_training
+from toolkit.runs.result import figures, how_it_ended, of_training
 from toolkit.runs.said import banner, show_result
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import Skipped
@@ -33,6 +34,14 @@ def test_of_two_lengths_it_is_said_which_one_counts():
     both = recipes.load("doubling", "ppo.num_train_epochs=2", "ppo.max_steps=7")
     assert [*about_stage(both, "ppo")] == ["ppo.max_steps (7) says how long it trains: num_train_epochs has no effect."]
     assert [*about_stage(recipes.load("doubling"), "ppo")] == []
+
+
+def test_the_precision_and_why_it_is_this_one_are_said_and_kept(tmp_path, checkpoint):
+    left_open, fast = chat_recipe(tmp_path, checkpoint, "base.dtype=auto"), fast_precision()
+    assert [*about_stage(left_open, "ppo")] == [f"base.dtype is {fast.dtype}, since {fast.why}."]
+    assert figures(left_open, "ppo", 0.0, {}, {})["dtype"] == fast.dtype
+    asked = chat_recipe(tmp_path, checkpoint, "base.dtype=float32")
+    assert [*about_stage(asked, "ppo")] == [] and figures(asked, "ppo", 0.0, {}, {})["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(

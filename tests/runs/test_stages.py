@@ -733,6 +733,41 @@ def test_of_two_trainers_in_a_folder_the_later_one_alone_writes_there(tmp_path, 
     second.save_model()
 
 
+def test_a_stage_that_a_trainer_replaces_does_not_come_back_under_it(tmp_path, checkpoint, monkeypatch):
+    """A notebook that overwrites a finished stage by a loop of its own, and asks for stages meanwhile."""
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.max_steps=1", reward={"max_steps": 1})
+    recipe.run_stage("ppo", count)
+    folder = recipe.stage_folder("ppo")
+    finished = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def makes_no_other():
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setitem(build.MAKERS, "ppo", fails)
+            recipe.ppo_trainer(count, overwrite=True)
+
+    def asks_for_another():
+        with pytest.raises(RecipeError, match="holds a run of another recipe"):  # one without that reward
+            recipe.reward_trainer()
+
+    def asks_for_it():
+        assert recipe.run_stage("ppo", count)["stage"] == "ppo"  # the one that is finished
+
+    for meanwhile in (makes_no_other, asks_for_another, asks_for_it):
+        ours = recipe.ppo_trainer(count, overwrite=True)
+        assert not (folder / "result.json").exists()
+        meanwhile()
+        for call in (ours.train, ours.save_model, lambda ours=ours: ours.log({"a": 1.0})):
+            with pytest.raises(ToolkitError, match="has its earlier, finished stage again"):
+                call()
+        ours.save_model(str(tmp_path / "elsewhere"))
+        assert {path: path.read_bytes() for path in finished} == finished
+    ours = recipe.ppo_trainer(count, overwrite=True)
+    ours.save_model()
+    makes_no_other()
+    ours.save_model()  # whose model is the run's by now
+    assert not (folder / "result.json").exists()
+
+
 def fails(*_, **__):
     raise MemoryError
 

@@ -14,6 +14,8 @@ from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
 
 PROMPTS = [[1, 4, 9, 7], [1, 30, 31, 32, 33, 34], [1, 5, 6], [1, 20, 21, 22, 23]]
+RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]  # one has no end
+SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
 
 
 def dataset(copies: int = 4) -> Dataset:
@@ -60,6 +62,15 @@ def trainer(folder: Path | str, base: SharedBase | None = None, reward: Any = No
     tokenizer = doubling.tokenizer()
     reward = reward or RewardAdapter(base, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     return PPOTrainer(args, tokenizer, base, reward, dataset(), dataset(1), callbacks=[])
+
+
+def weights(ours: PPOTrainer) -> list[torch.Tensor]:
+    """Copies of what is trained."""
+    return [p.detach().clone() for p in ours.roles.trained_parameters]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def count_reward(token: int) -> Any:

@@ -14,8 +14,7 @@ from trl import SFTConfig
 
 from benchmarks.architectures import adapter_of, stock, tiny_model, with_roles
 from tests.tolerances import RELATIVE
-from tests.trainers.helpers import config, count_reward, rollout
-from tests.trainers.test_objective import RESPONSES, SCORES
+from tests.trainers.helpers import RESPONSES, SCORES, config, count_reward, rollout
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
 from toolkit.trainers.ppo import PPOTrainer

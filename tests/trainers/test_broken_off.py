@@ -9,23 +9,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from tests.tiny_models import shared_base
-from tests.trainers.helpers import count_reward, rollout, trainer
+from tests.trainers.helpers import RESPONSES, SCORES, count_reward, rollout, same, trainer, weights
 from toolkit import phases
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError, ToolkitError
 from toolkit.reports import Progress, read_jsonl
 from toolkit.rewards import WeightedSum, score_with
 from toolkit.trainers import self_checks
-
-RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
-SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
-
-
-def weights(ours):
-    return [p.detach().clone() for role in ("policy", "value") for p in ours.roles.parameters_of(role)]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def made(folder, **changes):

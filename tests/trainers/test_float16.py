@@ -13,7 +13,7 @@ from datasets import Dataset
 from trl import SFTConfig
 
 from tests.tiny_models import in_nf4, lora, randomize, tiny_model
-from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
+from tests.trainers.helpers import PROMPTS, count_reward, rollout, same, trainer, weights
 from toolkit.data import doubling
 from toolkit.errors import SelfCheckError
 from toolkit.models import SharedBase, add_q_roles
@@ -54,14 +54,6 @@ def in_float16(
 ) -> PPOTrainer:
     roles = roles or base(torch.float16, value)
     return with_scaler(trainer(folder, roles, count_reward(5), value=value, fp16=True, **ON_CPU, **changes), scale)
-
-
-def parameters(made: PPOTrainer) -> list[torch.nn.Parameter]:
-    return [p for role in ("policy", "value") for p in made.roles.parameters_of(role)]
-
-
-def weights(made: PPOTrainer) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in parameters(made)]
 
 
 def gradients(made: PPOTrainer) -> dict[str, torch.Tensor]:
@@ -128,7 +120,7 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_falls_until_one_does_not
     made = in_float16(tmp_path, scale=HUGE, max_steps=3, num_ppo_epochs=1)
     before = weights(made)
     made.train()
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
+    assert same(before, weights(made))
     assert made.accelerator.scaler.get_scale() == HUGE / 2**3
     assert made.state.global_step == 3
 
@@ -143,7 +135,7 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_falls_until_one_does_not
     before = weights(made)
     made.train()
     after = weights(made)
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not same(before, after)
     assert all(bool(torch.isfinite(w).all()) for w in after)
 
 
@@ -153,7 +145,7 @@ def test_a_resumed_run_has_the_same_weights_and_the_same_scale(tmp_path):
     whole.train()
     again = in_float16(tmp_path / "whole", **{**settings, "scale": 1.0})
     again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+    assert same(weights(whole), weights(again))
     assert whole.accelerator.scaler.state_dict() == again.accelerator.scaler.state_dict()
 
 
@@ -244,4 +236,4 @@ def test_a_step_that_was_broken_off_is_taken_again(tmp_path, monkeypatch):
             made.step(batch, responses, step)
     before, scale = weights(made), made.accelerator.scaler.get_scale()
     assert made.step(batch, responses, step)["optimizer_steps"] == 1 and made.accelerator.scaler.get_scale() == scale
-    assert any(not torch.equal(one, other) for one, other in zip(before, weights(made), strict=True))
+    assert not same(before, weights(made))

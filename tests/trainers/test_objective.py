@@ -9,14 +9,11 @@ from torch.distributions import Categorical, kl_divergence
 
 from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import RELATIVE
-from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
+from tests.trainers.helpers import PROMPTS, RESPONSES, SCORES, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling
 from toolkit.models import SharedBase, load_base
 from toolkit.trainers import ppo
 from toolkit.trainers.objective import ScoreShaper, describe, policy_objective
-
-RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
-SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
 
 
 def base_with_a_copied_reference(adapter=lora):

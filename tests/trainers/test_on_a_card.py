@@ -156,7 +156,7 @@ MUTANTS = [
     (RoleRollouts, "sequences", ", device=self.roles.device"),
     (adapter, "read_sequences", ".to(base.device)"),
     (Sequences, "of_responses", ", device=values.device"),
-    (Sequences, "_response_steps", ", device=self.input_ids.device"),
+    (Sequences, "response_mask", ", device=self.input_ids.device"),
 ]
 
 

@@ -1,5 +1,6 @@
 """A run that was stopped and resumed ends with the weights of one that was not, bit for bit, in every stage."""
 
+import errno
 import json
 import linecache
 import math
@@ -242,13 +243,6 @@ def test_what_is_logged_at_the_end_of_a_pass_comes_with_its_rollouts(tmp_path):
     assert run(resume_from_checkpoint=tmp_path / "checkpoint-2") == whole
 
 
-def test_a_signal_after_the_last_step_is_too_late_to_stop(tmp_path):
-    made = make(ppo, tmp_path, max_steps=1, save_strategy="no")
-    made.add_callback(Ask("on_train_end", 1))
-    assert made.train()["score"] is not None
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
 def test_a_signal_saves_where_only_the_best_would_be_saved(tmp_path):
     """transformers' strategy "best" overrules a wish to save wherever an evaluation is due at the same step."""
     best = {"save_strategy": "best", "metric_for_best_model": "eval_loss", "greater_is_better": True}  # it falls
@@ -307,6 +301,7 @@ def test_a_signal_after_the_last_step_stops_what_would_come_next_where_all_is_sa
     unsaved.add_callback(Ask("on_train_end", 6))
     unsaved.train()  # what a stop would lose
     assert_same(weights(made), weights(unsaved))
+    assert not list((tmp_path / "unsaved").glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("saved", ["no", "steps"])
@@ -373,8 +368,13 @@ def test_a_run_that_is_done_goes_on_where_a_longer_one_is_asked_for(stage, lengt
 @pytest.mark.parametrize("stage", [sft_policy, ppo], ids=lambda stage: stage.__name__)
 def test_a_run_is_not_shorter_than_what_it_has_behind_it(stage, tmp_path):
     make(stage, tmp_path, max_steps=4).train()
-    with pytest.raises(CheckpointError, match="checkpoint-4 has 4 steps behind it, and the run is to have 2"):
+    with pytest.raises(CheckpointError, match="max_steps: .*checkpoint-4 has 4 steps .*, and the run is to have 2"):
         make(stage, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    if stage is ppo:
+        of_update = make(stage, tmp_path).args.update_batch_size
+        shorter = make(stage, tmp_path, max_steps=-1, total_episodes=2 * of_update)
+        with pytest.raises(CheckpointError, match="^total_episodes: .* 4 steps behind it, and the run is to have 2"):
+            shorter.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("stage", [sft_policy, reward_pairs, q, ppo], ids=lambda stage: stage.__name__)
@@ -888,10 +888,11 @@ def test_a_run_that_stopped_early_stays_stopped(tmp_path):
     assert whole.state.global_step == 3 and whole.state.best_global_step == 1
     logged = metrics(tmp_path)
     assert any(row["step"] == 3 and "policy_loss" in row for row in logged)  # what is due as the pass breaks off
-    again = make(ppo, tmp_path, **settings)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 3 and again.resumed_at == (3,) and metrics(tmp_path) == logged
-    assert_same(weights(whole), weights(again))
+    for steps in (STEPS, STEPS + 4):  # nor is it lengthened
+        again = make(ppo, tmp_path, **settings, max_steps=steps)
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 3 and again.resumed_at == (3,) and metrics(tmp_path) == logged
+        assert_same(weights(whole), weights(again))
 
 
 @pytest.mark.parametrize("stage", [sft_policy, reward_pairs, ppo, q], ids=lambda stage: stage.__name__)
@@ -1098,6 +1099,22 @@ def test_the_best_saved_checkpoint_stays_where_a_better_evaluation_lies_between_
 
 
 @pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
+def test_a_checkpoint_that_could_not_be_written_is_not_the_best(stage, tmp_path, monkeypatch):
+    made = measured(stage, tmp_path, save_steps=1)
+    write = made._write_checkpoint
+
+    def full():
+        if made.state.global_step == 3:  # the best
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write()
+
+    monkeypatch.setattr(made, "_write_checkpoint", full)
+    with pytest.raises(OSError, match="No space"):
+        made.train()
+    assert Path(made.state.best_model_checkpoint).name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
 def test_the_best_weights_of_a_run_that_is_over_are_put_back_again_and_no_damaged_ones(stage, tmp_path):
     whole = measured(stage, tmp_path)
     whole.train()
@@ -1107,6 +1124,7 @@ def test_the_best_weights_of_a_run_that_is_over_are_put_back_again_and_no_damage
     assert_same(weights(whole), weights(again))
     last = measured(stage, tmp_path, load_best_model_at_end=False)
     last.train(resume_from_checkpoint=True)  # its weights are those of the newest
+    assert any(not torch.equal(weight, weights(whole)[name]) for name, weight in weights(last).items())
     path = next((tmp_path / "checkpoint-2").rglob("adapter_model.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -11,14 +11,13 @@ from trl import RewardTrainer as TRLRewardTrainer
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
-from tests.models.test_load import NF4
-from tests.tiny_models import lora, randomize, tiny_model
+from tests.tiny_models import lora, randomize, saved_base, tiny_model
 from tests.tolerances import EXACT, FP32
 from tests.trainers import resumable
 from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
 from toolkit.errors import DataError
-from toolkit.models import SharedBase, load_base, load_role, sequence_logits
+from toolkit.models import SharedBase, load_role, sequence_logits
 from toolkit.spec.validate import measured_names
 from toolkit.trainers import reward, sft
 from toolkit.trainers.reward import (
@@ -202,8 +201,7 @@ def test_some_pairs_of_a_batch_keep_their_own_margins():
 
 def test_adapter_and_head_stay_in_float32_on_a_quantised_base(tmp_path):
     """TRL casts what it trains to bfloat16 there, where AdamW's small steps round to nothing."""
-    tiny_model(size=64).save_pretrained(tmp_path / "base")
-    base = SharedBase(load_base(str(tmp_path / "base"), quantization=NF4))
+    base = saved_base(tmp_path / "base", "auto", compute="bfloat16", double=True)
     base.add_role("reward", lora())
     args = RewardConfig(
         output_dir=str(tmp_path), max_steps=2, gradient_checkpointing=False, max_length=None,
@@ -482,8 +480,7 @@ def test_sft_of_an_adapter_trains_the_policy_alone(checkpointing, tmp_path):
 
 
 def test_the_policys_adapter_stays_in_float32_on_a_quantised_base(tmp_path):
-    tiny_model(size=64).save_pretrained(tmp_path / "base")
-    base = SharedBase(load_base(str(tmp_path / "base"), quantization=NF4))
+    base = saved_base(tmp_path / "base", "auto", compute="bfloat16", double=True)
     base.add_role("policy", lora())
     changes = {**COMMON, "bf16": True, "learning_rate": 1e-5}
     args = SFTConfig(output_dir=str(tmp_path), max_steps=2, gradient_checkpointing=False, **changes)

@@ -13,12 +13,12 @@ from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from transformers import set_seed
 
-from tests.tiny_models import lora, randomize, shared_base, tiny_model
-from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
+from tests.tiny_models import lora, randomize, saved_base, shared_base, tiny_model
+from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, same, trainer, weights
 from toolkit import processes
 from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError
-from toolkit.models import SharedBase, load_base
+from toolkit.models import SharedBase
 from toolkit.rewards import WeightedSum
 from toolkit.trainers import self_checks
 from toolkit.trainers.ppo import PPOTrainer
@@ -120,10 +120,6 @@ SCORES = torch.tensor([1.0, 50.0, 0.5, -50.0])
 DROP = {"drop_short_responses": True, "min_response_length": 2}
 
 
-def weights(ours):
-    return {name: p.detach().clone() for name, p in ours.roles.named_parameters() if p.requires_grad}
-
-
 def test_short_responses_are_dropped_as_if_they_had_never_been(tmp_path):
     dropped, alone = (trainer(tmp_path, shared_base(), use_score_scaling=True, **settings) for settings in (DROP, {}))
     for ours, rows in ((dropped, [0, 1, 2, 3]), (alone, [0, 2])):
@@ -133,8 +129,7 @@ def test_short_responses_are_dropped_as_if_they_had_never_been(tmp_path):
     expected = {**alone.stats, "dropped_responses": 2.0}
     assert dropped.stats == pytest.approx(expected)
     assert dropped.stats["score"] == 0.75 and dropped.stats["length"] == 3.5
-    for name, weight in weights(alone).items():
-        assert torch.equal(weight, weights(dropped)[name]), name
+    assert same(weights(alone), weights(dropped))
     assert dropped.state.episode == 4  # all of them were answered and scored
 
 
@@ -165,7 +160,7 @@ def test_an_update_with_nothing_left_changes_nothing_and_says_so(tmp_path):
     (one,) = told  # and nothing of torch's, of an optimizer that has taken no step
     assert str(one.message).startswith("all responses of an update were shorter than min_response_length")
     assert stats == {"kl_coef": 0.1, "optimizer_steps": 0.0, "dropped_responses": 4.0, "learning_rate": 1e-3}
-    assert all(torch.equal(weight, before[name]) for name, weight in weights(ours).items())
+    assert same(before, weights(ours))
     assert ours.state.global_step == 1 and ours.state.episode == 4
     assert ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 1
 
@@ -192,8 +187,7 @@ def test_an_update_is_from_all_rollouts_that_were_gathered(tmp_path):
         found.append(weights(ours))
     assert sorted(numbers[:16]) == sorted(numbers[16:32]) == list(range(16))
     assert metrics[0].items() >= metrics[-1].items() and metrics[0]["optimizer_steps"] == 4
-    for name in found[0]:
-        assert torch.equal(found[0][name], found[1][name]), name
+    assert same(*found)
 
 
 def test_a_loop_that_gives_one_rollout_of_several_is_told(tmp_path):
@@ -261,8 +255,7 @@ def test_tokens_weigh_what_the_update_finds_likelier_than_the_sampler_did(tmp_pa
 
 def test_merged_rollouts_in_16_bits_train_and_say_how_far_they_are_from_the_update(tmp_path, monkeypatch):
     def run(generation):
-        tiny_model(size=64).save_pretrained(tmp_path / "model")
-        base = SharedBase(load_base(str(tmp_path / "model"), device=torch.device("cpu"), dtype="bfloat16"))
+        base = saved_base(tmp_path / "model", "bfloat16", kind=False)
         for role, adapter in (("policy", lora()), ("reference", None), ("value", lora())):
             base.add_role(role, adapter)
         randomize(base, "policy", "value")

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -15,26 +16,25 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from tests.tiny_models import lora, randomize, shared_base, tiny_model
+from tests.tiny_models import lora, randomize, saved_base, shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers import helpers, resumable, test_float16
-from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
+from tests.trainers.helpers import PROMPTS, RESPONSES, SCORES, count_reward, rollout, trainer
 from tests.trainers.resumable import TIMING
 from tests.trainers.test_value_options import base_with, classifier
 from toolkit import phases, processes
 from toolkit.checkpoints import newest_whole, problem_of
 from toolkit.errors import RunInterrupted, ToolkitError
-from toolkit.models import SharedBase, ValueModel, load_base
+from toolkit.models import SharedBase, ValueModel
+from toolkit.reports import versions
 from toolkit.rewards import DenseScores, RewardAdapter, check_scores
 from toolkit.rewards import adapter as reward_adapter
-from toolkit.trainers import resume
+from toolkit.trainers import resume, same_run
 from toolkit.trainers.share import own_randomness
 
-RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 LONG = [[12, 13, 2], [9, 8, 7] * 10, [20, 30, 2], [5, 6, 2]]  # one is ten times as long
-SCORES = [1.0, -1.0, 0.5, 2.0]
 
 CASES = {
     "separate": {},
@@ -55,7 +55,7 @@ def gradients(folder, case, mini_batches):
     ours = trainer(Path(folder) / str(processes.rank()), base, **CASES[case])
     given = rollout(LONG if case == "one response ten times as long" else RESPONSES)
     dense = DenseScores(tokens=[[0.1 * token for token in ids] for ids in given.response_ids])
-    return gradients_of(ours, given, dense if case == "dense scores" else torch.tensor(SCORES), mini_batches)
+    return gradients_of(ours, given, dense if case == "dense scores" else SCORES, mini_batches)
 
 
 def gradients_of(ours, given, scores, mini_batches):
@@ -142,33 +142,28 @@ def test_a_scaler_of_a_process_without_a_row(stage, steps, two, tmp_path):
     assert list(two(in_float16, tmp_path, stage)) == [steps, steps]
 
 
-def rounded_gradients(folder, checkpoint, micro_batch):
-    """Of a base in bfloat16, in NF4 if there is a checkpoint, as one vector."""
-    if checkpoint is None:
-        base = SharedBase(tiny_model().to(torch.bfloat16))
+def rounded_gradients(folder, nf4, micro_batch):
+    """Of a base in bfloat16, or in NF4, as one vector."""
+    if nf4:
+        base = saved_base(Path(folder) / "checkpoint", "bfloat16", compute="bfloat16", size=128)
     else:
-        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-        base = SharedBase(load_base(checkpoint, dtype="bfloat16", quantization=nf4))
+        base = SharedBase(tiny_model().to(torch.bfloat16))
     base.add_role("policy", lora())
     base.add_role("reference")
     base.add_role("value", lora())
     randomize(base, "policy", "value")
     settings = {"bf16": True, "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 4}
     ours = trainer(Path(folder) / str(processes.rank()), base, count_reward(7), **settings)
-    ((_, found),) = gradients_of(ours, rollout(RESPONSES), torch.tensor(SCORES), [[0, 1, 2, 3]])
+    ((_, found),) = gradients_of(ours, rollout(RESPONSES), SCORES, [[0, 1, 2, 3]])
     return np.concatenate([gradient.ravel() for gradient in found])
 
 
 @pytest.mark.parametrize("nf4", [False, True])
 def test_in_less_precision_gradients_part_no_further_than_by_other_micro_batches(nf4, two, tmp_path):
-    checkpoint = None
-    if nf4:
-        tiny_model(size=128).save_pretrained(tmp_path / "checkpoint")
-        checkpoint = str(tmp_path / "checkpoint")
-    alone = rounded_gradients(tmp_path, checkpoint, 4)
-    regrouped = max(np.linalg.norm(rounded_gradients(tmp_path, checkpoint, size) - alone) for size in (1, 2, 3))
+    alone = rounded_gradients(tmp_path, nf4, 4)
+    regrouped = max(np.linalg.norm(rounded_gradients(tmp_path, nf4, size) - alone) for size in (1, 2, 3))
     assert 0 < regrouped < 0.1 * np.linalg.norm(alone)
-    for divided in two(rounded_gradients, tmp_path, checkpoint, 4):
+    for divided in two(rounded_gradients, tmp_path, nf4, 4):
         assert np.linalg.norm(divided - alone) <= 2 * regrouped
 
 
@@ -203,13 +198,15 @@ SGD = {"optim": "sgd", "learning_rate": 1e-2, "max_steps": 3, "save_strategy": "
 
 def test_the_best_model_is_put_back_in_every_process(two, tmp_path):
     best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3, "save_steps": 1}
-    best |= {"metric_for_best_model": "eval_score", "greater_is_better": True, "learning_rate": 0.3}
-    (history, weights, one), (_, others, other) = two(trained_together, tmp_path / "two", "ppo", best)
-    assert one == other
+    best |= {"metric_for_best_model": "eval_score", "greater_is_better": False, "learning_rate": 0.3}
+    best |= {"lr_scheduler_type": "constant"}
+    (history, _, one), (_, _, other) = two(trained_together, tmp_path / "two", "ppo", best)
     scores = [row["eval_score"] for row in history if "eval_score" in row]
-    assert len(scores) == 3 and scores.index(max(scores)) < 2  # so that another one than the last is put back
-    for name, value in weights.items():
-        assert (value == others[name]).all(), name
+    step = scores.index(min(scores)) + 1
+    assert len(scores) == 3 and step < 3  # so that another one than the last is put back
+    until = {**best, "max_steps": step, "load_best_model_at_end": False}
+    (_, _, expected), _ = two(trained_together, tmp_path / "until", "ppo", until)
+    assert one == other == expected
 
 
 @pytest.mark.parametrize(
@@ -341,24 +338,49 @@ def stopped(folder, stage, rank):
         return made.state.global_step, str(stop)
 
 
-class _OwnClock(TrainerCallback):
-    """Ends the run in the second step, in one of the processes."""
+class _Asks(TrainerCallback):
+    """Asks for something after the second step, or after the pass that it is in, in one of the processes."""
+
+    def __init__(self, what, event):
+        self.what, self.event = what, event
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 2 and processes.is_main()
+        if self.event == "step" and state.global_step == 2 and processes.is_main():
+            setattr(control, self.what, True)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.event == "pass" and state.global_step < 5 and processes.is_main():
+            setattr(control, self.what, True)
 
 
-def stops_by_its_clock(folder, stage):
-    made = resumable.make(getattr(resumable, stage), Path(folder), save_strategy="no")
-    made.add_callback(_OwnClock())
+def asked_for(folder, stage, what, event):
+    """The last step, where it is in its pass, the steps that were evaluated and those that were saved."""
+    never = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
+    made = resumable.make(getattr(resumable, stage), Path(folder), **never)
+    made.add_callback(_Asks(what, event))
     made.train()
-    return made.state.global_step, digest_of(made)
+    rows = made.state.log_history
+    evaluated = [row["step"] for row in rows if any(name.startswith("eval_") for name in row)]
+    logged = [row["step"] for row in rows if "learning_rate" in row]
+    saved = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    return made.state.global_step, made.state.epoch, evaluated, logged, saved, digest_of(made)
 
 
-@pytest.mark.parametrize("stage", ["reward_pairs", "ppo"])
-def test_what_a_callback_asks_for_in_one_all_do(stage, two, tmp_path):
-    one, other = two(stops_by_its_clock, tmp_path, stage)
-    assert one == other and one[0] == 2
+@pytest.mark.parametrize(
+    ("stage", "what", "event", "expected"),
+    [
+        ("reward_pairs", "should_training_stop", "step", (2, 2 / 3, [], [], [])),
+        ("ppo", "should_training_stop", "step", (2, 1 / 2, [], [], [])),
+        ("reward_pairs", "should_save", "step", (6, 2.0, [], [], ["checkpoint-2"])),
+        ("ppo", "should_save", "step", (6, 3 / 2, [], [], ["checkpoint-2"])),
+        ("reward_pairs", "should_evaluate", "step", (6, 2.0, [2], [], [])),
+        ("reward_pairs", "should_log", "step", (6, 2.0, [], [2], [])),
+        ("ppo", "should_evaluate", "pass", (6, 3 / 2, [4], [], [])),
+    ],
+)
+def test_what_a_callback_asks_for_in_one_all_do(stage, what, event, expected, two, tmp_path):
+    one, other = two(asked_for, tmp_path, stage, what, event)
+    assert one == other and one[:-1] == expected
 
 
 class _Alone(TrainerCallback):
@@ -533,6 +555,22 @@ def begun_with(folder, what):
         ours = trainer(folder, base, own_scores if what == "scores" else count_reward(9), max_steps=1, **changes)
     if what == "random state":
         ours.add_callback(_Draws())
+    if what == "responses" and processes.rank():
+        generate = ours.generate
+        ours.generate = lambda batch: other_responses(generate(batch))
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "versions (torch)" and processes.rank():
+            patch.setattr(same_run, "versions", lambda: {**versions(), "torch": "2.11.0"})
+        return said_by(ours)
+
+
+def other_responses(rollout):
+    """With another token at the beginning of the first."""
+    first, *others = map(list, rollout.response_ids)
+    return replace(rollout, response_ids=[[first[0] - 1, *first[1:]], *others])
+
+
+def said_by(ours):
     try:
         ours.train()
     except ToolkitError as error:
@@ -542,10 +580,10 @@ def begun_with(folder, what):
 
 def test_processes_begin_with_the_same_and_one_of_them_reports(two, tmp_path):
     assert two(begun_with, tmp_path, "") == [(True, True), (False, False)]
-    for what in ("base", "data", "adapters", "weights to train", "settings (cliprange)"):
+    for what in ("base", "data", "adapters", "weights to train", "settings (cliprange)", "versions (torch)"):
         said = f"the processes do not begin with the same {what}. Give all machines the same settings, checkpoint, data"
         assert all(said in one for one in two(begun_with, tmp_path, what))
-    for what in ("random state", "scores"):
+    for what in ("random state", "responses", "scores"):
         said, heard = two(begun_with, tmp_path, what)
         assert said.startswith(f"at update 1 the processes do not have the same {what}. Let all processes do what one")
         assert heard == f"process 0 of 2: SelfCheckError: {said}"
@@ -564,7 +602,7 @@ def sums_of(folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "sum_", sum_)
-        before = [p.detach().clone() for p in ours.roles.trained_parameters]
+        before = helpers.weights(ours)
         patch.setattr(ours, "_run", lambda *_: all(map(torch.equal, before, ours.roles.trained_parameters)))
         return trained, ours.train(), seen
 

@@ -8,13 +8,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from tests.tiny_models import shared_base
-from tests.trainers.helpers import PROMPTS, count_reward, dataset, rollout, trainer
+from tests.trainers.helpers import PROMPTS, RESPONSES, SCORES, count_reward, dataset, rollout, trainer
 from toolkit.errors import ToolkitError
 from toolkit.models import LENGTH_MULTIPLE
 from toolkit.trainers import ppo_loop
-
-RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
-SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
 
 
 def test_metrics_are_means_over_all_optimizer_steps(tmp_path):

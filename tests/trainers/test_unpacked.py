@@ -2,23 +2,19 @@
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
-from tests.tiny_models import lora, tiny_model
+from tests.tiny_models import lora, saved_base
 from tests.trainers.helpers import count_reward, trainer
 from tests.trainers.test_reward_and_sft import COMMON, pairs
 from toolkit.data import doubling
-from toolkit.models import SharedBase, load_base
 from toolkit.trainers.reward import RewardConfig, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
 
 @pytest.fixture
 def base(tmp_path):
-    tiny_model(size=64).save_pretrained(tmp_path / "base")
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    return SharedBase(load_base(str(tmp_path / "base"), quantization=quantization, dtype="float32"))
+    return saved_base(tmp_path / "base")
 
 
 def assert_once_each(unpacked, base):

@@ -223,8 +223,7 @@ def _say_of_the_system(error: OSError, *, resumable: bool, inner: bool) -> int:
     fault of ours, and for a closed pipe, at which typer ends in silence."""
     if inner and isinstance(error, BrokenPipeError):
         return _output_closed()
-    full = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "standard output")
-    unnamed = full | {errno.ENOENT: "the current folder"}
+    unnamed = {errno.ENOSPC: "standard output", errno.EDQUOT: "standard output", errno.ENOENT: "the current folder"}
     place = error.filename or unnamed.get(error.errno or 0)
     if isinstance(error, BrokenPipeError) and resumable:
         print(f"Standard output was closed.{_way_on(error)}", file=sys.stderr)

@@ -143,15 +143,12 @@ def judge(
     from toolkit.inference.judge import judge as judge_runs
     from toolkit.runs.folder import run_folder
 
-    named = [word for word in words if "=" not in word]
-
     def is_run(word: str) -> bool:
         with suppress(OSError):  # a key with a value that is too long for a name
             return run_folder(word, runs_dir) is not None
         return False
 
-    named += all_processes.by_main(lambda: [word for word in words if "=" in word and is_run(word)])
-    runs = [word for word in words if word in named]
+    runs = all_processes.by_main(lambda: [word for word in words if "=" not in word or is_run(word)])
     overrides = [word for word in words if word not in runs]
     judge_runs(runs, *overrides, output=output, runs_dir=runs_dir, checkpoints=checkpoints)
     print(f"written: {output}")

@@ -133,9 +133,8 @@ def _card(
 ) -> Device:
     half = torch.bfloat16 if capability >= (8, 0) else torch.float16
     peak = {half: tflops_16 * 1e12, torch.float16: tflops_16 * 1e12, torch.float32: tflops_32 * 1e12}
-    about = {"operator": EAGER_OPERATOR, "context": _CONTEXT, "reached": _REACHED, "graphs": True}
-    about |= {"capability": capability, "multiprocessors": multiprocessors}
-    return Device(name, int(gib * 2**30), gb_a_second * _GB, peak, **about)  # type: ignore[arg-type]
+    limits = int(gib * 2**30), gb_a_second * _GB, peak, EAGER_OPERATOR, _CONTEXT, _REACHED
+    return Device(name, *limits, graphs=True, capability=capability, multiprocessors=multiprocessors)
 
 
 # Memory that torch sees in GiB, bandwidth in GB/s, dense 16-bit and float32 operations in 10¹² a second (NVIDIA's data

@@ -64,7 +64,7 @@ def _packed(module: Linear4bit, weight: Any) -> nn.Parameter:
         code=numbers(16, torch.float32),
         blocksize=weight.blocksize,
         quant_type=weight.quant_type,
-        dtype=module.compute_dtype,
+        dtype=weight.quant_state.dtype,
         offset=numbers((), torch.float32) if nested else None,
         state2=second,
     )

@@ -46,8 +46,7 @@ class Lengths:
         """Those of the longest row, with a response as long as it can be."""
         if self.both is None or self.prompt + self.response <= self.both:
             return Lengths(self.prompt, self.response)
-        response = min(self.response, max(1, self.both - 1))
-        return Lengths(max(1, self.both - response), response)
+        return Lengths(max(1, self.both - self.response), self.response)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ def _evaluated(
         trained = recipe.stage_folder("q") / "q" if by_q else None
         roles, pad_tokens = build.placed_roles(recipe, stage, trained=trained, wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles, stage)
-        measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)
+        measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows, splits=build.HELD_OUT)
     check_alike({"base": base_digest(roles)}, roles)
     used = made_with(roles, measures["reward"], measures["judge"])
     with phase("answers before"):

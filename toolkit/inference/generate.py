@@ -22,6 +22,7 @@ from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler, warn_of_another_base
 from toolkit.models import scores_for
 from toolkit.reports import Output, texts_table
+from toolkit.rewards.scorer import at_row
 from toolkit.runs import build
 from toolkit.runs.owned import check_output
 from toolkit.sampling import Sampler, batches, best_of
@@ -74,11 +75,8 @@ def _rows(sampler: Sampler, asked: Sequence[Asked]) -> list[dict[str, Any]]:
         DataError: one has not.
     """
     for one in asked:
-        try:
+        with at_row(one.place):
             sampler.limits([one.row["input_ids"]])
-        except DataError as error:
-            (problem,) = error.problems
-            raise DataError(f"{one.place}: {problem.wrong}", field=problem.field, remedy=problem.remedy) from error
     return [one.row for one in asked]
 
 
@@ -166,7 +164,9 @@ def generate_best(
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe), wanted=wanted)
         warn_of_another_base(recipe, roles.causal_lm)
         rollouts = build.make_rollouts(recipe, roles)
-        reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
+        splits = () if texts or file is not None else build.HELD_OUT
+        portion = rollouts.args.local_rollout_forward_batch_size
+        reward = build.make_reward(recipe, roles, pad_tokens, portion, splits=splits)
         set_seed(seed)
         sampler = replace(rollouts.sampler(), max_length=None)  # which is of training: see `generate`
         prompts = _rows(sampler, asked)

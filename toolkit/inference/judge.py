@@ -3,7 +3,7 @@
 import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from filecmp import cmp
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def judge(
         write_output(figures_file, json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
 
     for label, recipe, asked in zip(labels_of(folders), recipes, kept, strict=True):
-        with _told_of(label, several=len(recipes) > 1):
+        with _told_of(label) if len(recipes) > 1 else nullcontext():
             run, figures[label], sentences = _judged(label, recipe, asked)
         gc.collect()  # a base with adapters holds itself in a cycle, and a card may not have the room for two
         runs.append(run)
@@ -89,15 +89,13 @@ def judge(
 
 
 @contextmanager
-def _told_of(label: str, *, several: bool) -> Iterator[None]:
+def _told_of(label: str) -> Iterator[None]:
     """An error inside says of which of several runs it is."""
     try:
         yield
     except PeerError:
         raise
     except ToolkitError as error:
-        if not several:
-            raise
         raise type(error)(f'the run "{label}"', problems=error.problems) from error
 
 

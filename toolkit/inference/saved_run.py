@@ -28,7 +28,7 @@ from toolkit.models import Merged, load_base, merge_adapter, name_base, position
 from toolkit.reports import read_json, read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import check_outputs, find_run, has_weights, last_stage, recover
+from toolkit.runs.folder import check_outputs, find_run, last_stage, recover, saved_by_hand
 from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
@@ -85,7 +85,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             ways = ["$resume"] if checkpoint_folders(stage) else []
             ways += [f"$runs_dir (here {folder.parent})"] if folder.parent != Path("runs") else []
             remedy = f"Run that stage of {folder / RECIPE_FILE} again{' with ' * bool(ways)}{', and '.join(ways)}."
-            if (stage / "policy").is_dir() and has_weights(stage) and not checkpoint_folders(stage):
+            if saved_by_hand(stage):
                 remedy = (
                     f"Its weights are saved, by a loop of your own: another run can have start.policy={stage}/policy."
                 )

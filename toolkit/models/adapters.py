@@ -31,6 +31,7 @@ from toolkit.models.lora import missing_modules
 from toolkit.models.roles import Q_ROLES, SharedBase, has_head
 
 ROLE_FILE = "role.json"
+_NO_NUMBERS = torch.device("meta")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
 _LARGEST_RANK = 2**16  # of an adapter: what a damaged file asks for would fill all memory
@@ -111,15 +112,16 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     head: State | None
     of_an_adapter = not has_head(role) and (folder / CONFIG_NAME).is_file()  # LLaMA-Factory's has a head beside it
     if (folder / SHARED_HEAD_FILE).is_file() and not of_an_adapter:
-        if any(name.startswith("v_head.") for name in read_tensors(folder, SHARED_HEAD_FILE, device=base.device)):
+        head = read_tensors(folder, SHARED_HEAD_FILE, device=_NO_NUMBERS)
+        if any(name.startswith("v_head.") for name in head):
             wrong = f"{folder} has a value head as TRL's AutoModelForCausalLMWithValueHead and LLaMA-Factory save it."
             raise AdapterError(wrong, remedy="Train a reward here, or by trl.RewardTrainer.")
         if role != "value":
             raise AdapterError(f'{folder} holds a value head on the policy\'s adapter; it cannot be the role "{role}".')
-        config, head = None, read_tensors(folder, SHARED_HEAD_FILE, device=base.device)
+        config = None
     else:
         config = adapter_config(folder)
-        _, head = _split_head(read_tensors(folder, device=base.device), role, folder)
+        _, head = _split_head(read_tensors(folder, device=_NO_NUMBERS), role, folder)
         if missing := missing_modules(base.causal_lm, config):
             raise other_base(folder, f"this one has no module {missing[0]} for it.")
     if head is not None and ("weight" not in head or head["weight"].dim() != 2 or not len(head["weight"])):
@@ -138,11 +140,11 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         base.remove_role(role)  # it would be there with random weights
         raise
     if head is not None:
+        own = base.head(role)
         # A folder without either has been copied in part, from here or from there.
-        base.head(role).elsewhere = not (folder / ROLE_FILE).is_file() and (folder / _TOKENIZER_CONFIG).is_file()
-    for name in _LEVEL:
-        if name in about and role in base.heads:
-            setattr(base.head(role), name, float(about[name]))
+        own.elsewhere = not (folder / ROLE_FILE).is_file() and (folder / _TOKENIZER_CONFIG).is_file()
+        for name in about.keys() & set(_LEVEL):
+            setattr(own, name, float(about[name]))
     return about
 
 

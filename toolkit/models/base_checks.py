@@ -237,12 +237,12 @@ def check_adapter(
     """
     if states.is_meta:
         return
+    read = partial(hidden_states, *probe(model))
     with tried(model):
-        off = hidden_states(*probe(model))
+        off = read()
     if not apart_by(off, states) <= tolerance(model):
         wrong = "the adapter changes the base, which the other roles share, even where it is switched off."
         raise AdapterError(wrong, remedy="Take plain LoRA.")
-    was_training, read = model.training, partial(hidden_states, *probe(model))
     try:
         with tried(model), role:
             missed = _untrained(model, read) if to_train else []
@@ -251,8 +251,6 @@ def check_adapter(
     except ModelError as error:
         wrong = f"with this adapter {error.problems[0].wrong}"
         raise AdapterError(wrong, field="target_modules", remedy="Name plain linear layers.") from error
-    finally:
-        model.train(was_training)
     if missed:
         names = ", ".join(missed)
         wrong = f"in training a {type(model).__name__} gives an adapter on {names} no gradient: it takes the weights "
@@ -365,7 +363,6 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
         if not apart[0] <= tolerance(model):
             wrong = f"a {name} applies its dropout or jitter outside of training, too: it cannot be switched off."
             raise ModelError(wrong, remedy=SUGGESTION)
-        was_training = model.training
         try:
             model.train()
             before = random_state(model)
@@ -374,7 +371,7 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
             tries = 4 if random_state(model) != before else 0
             apart += [apart_by(read(), states) for _ in range(tries)]
         finally:
-            model.train(was_training)
+            model.eval()
     if not max(apart) <= tolerance(model):
         why = "it draws random numbers that no setting of it switches off" if tries else "it computes something else"
         raise ModelError(

@@ -1,5 +1,6 @@
 """Bases in 4 bits, those that a checkpoint has already included: outlines of them, and what may not be."""
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError
 from toolkit.models.precision import default_device, resolved
-from toolkit.models.pretrained import quiet_transformers
+from toolkit.models.pretrained import HEAD_NAMES, quiet_transformers
 from toolkit.models.trials import raise_of_the_card
 
 _STORAGE = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
@@ -57,6 +58,16 @@ def quantising_told() -> Iterator[None]:
         Params4bit.to = to
 
 
+def sparing_heads(quantization: BitsAndBytesConfig) -> BitsAndBytesConfig:
+    """The same, of which no list leaves out a classifier's head: transformers keeps that whole where no module is
+    named, and puts it into 4 bits beside those that are."""
+    if quantization.llm_int8_skip_modules is not None:
+        named = dict.fromkeys([*quantization.llm_int8_skip_modules, *HEAD_NAMES])
+        quantization = copy.copy(quantization)
+        quantization.llm_int8_skip_modules = [*named]
+    return quantization
+
+
 def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> None:
     """Give a model on the meta device the layers that loading would quantise, as PEFT knows them; those that a
     checkpoint has quantised already, where it has."""
@@ -70,15 +81,16 @@ def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | 
         if isinstance(module, PreTrainedModel):
             module.config._is_quantized = True  # where Jamba calls a layer of which it else reads the weight
         elif isinstance(module, Linear4bit):
-            module.weight.quant_state = _unpacks(module)
+            module.weight.quant_state = _unpacks(module, model.dtype)
 
 
-def _unpacks(module: Linear4bit) -> QuantState:
-    """What a weight that is not there is unpacked by: DoRA begins with the norms of what comes of it."""
+def _unpacks(module: Linear4bit, dtype: torch.dtype) -> QuantState:
+    """What a weight that is not there, and was in a dtype, is unpacked by: DoRA begins with the norms of what comes of
+    it."""
     weight = module.weight
     scales = torch.empty(math.ceil(weight.numel() / weight.blocksize), dtype=torch.float32, device=weight.device)
     named = {"blocksize": weight.blocksize, "quant_type": weight.quant_type}
-    return QuantState(scales, shape=weight.shape, dtype=module.compute_dtype or weight.dtype, **named)
+    return QuantState(scales, shape=weight.shape, dtype=dtype, **named)
 
 
 def own_quantization(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
@@ -102,7 +114,7 @@ def take_own_bits(config: PreTrainedConfig, model: str, asked: BitsAndBytesConfi
             wrong = f'"{model}" is quantised by {saved.get("quant_method")} already, and cannot be again.'
             raise ModelError(wrong, field="quantization", remedy=remedy)
         return
-    computes = getattr(torch, resolved(dtype))
+    own, computes = sparing_heads(own), getattr(torch, resolved(dtype))
     if asked is not None:
         computes = asked.bnb_4bit_compute_dtype
         others = [name for name in _LAYOUT if getattr(asked, name) != getattr(BitsAndBytesConfig(), name)]

@@ -21,8 +21,8 @@ from toolkit.models.base_checks import switch_off_dropout
 from toolkit.models.decoding import all_positions_of
 from toolkit.models.folders import load_whole, put_adapter, read_tensors
 from toolkit.models.lora import fitting, trained_copy, under_adapter
+from toolkit.models.pretrained import HEAD_NAMES
 
-HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 Classifier: TypeAlias = PreTrainedModel | PeftModel
 
 

@@ -141,13 +141,9 @@ def _dtype(layer: Any) -> torch.dtype:
     return layer.weight.quant_state.dtype if type(layer) is Linear4bit else layer.weight.dtype
 
 
-def _is_laid_out(weight: Tensor) -> bool:
-    """Whether a copy of it would be."""
-    return lays_out(weight.dtype) and (weight.dtype is torch.bfloat16 or weight.numel() >= _LARGE)
-
-
 def _laid_out(weight: Tensor) -> Tensor:
-    if weight.device.type != "cpu" or not _is_laid_out(weight):
+    gains = lays_out(weight.dtype) and (weight.dtype is torch.bfloat16 or weight.numel() >= _LARGE)
+    if weight.device.type != "cpu" or not gains:
         return weight
     if type(weight) is not Tensor:  # one without numbers, of which the bytes are counted
         return torch.empty_like(weight)

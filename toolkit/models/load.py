@@ -32,6 +32,7 @@ from toolkit.models.bits import (
     own_quantization,
     quantising_told,
     quantize_outline,
+    sparing_heads,
     take_own_bits,
 )
 from toolkit.models.precision import AUTO, default_device, resolved
@@ -80,6 +81,10 @@ class ModelSpec:
     attn_implementation: str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if self.quantization is not None:
+            object.__setattr__(self, "quantization", sparing_heads(self.quantization))
+
 
 def load_model(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:
     """The model of a spec, its weights trainable. For arguments and errors see `load_with_report`."""
@@ -107,7 +112,8 @@ def load_with_report(
     trained: bool = False,
     device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, bool]:
-    """The model of a spec, and whether all of its weights, a head's too, come from a checkpoint.
+    """The model of a spec, and whether all of its weights, a head's too, come from a checkpoint; on the meta device as
+    far as the headers of a folder's files say so.
 
     Args:
         tokenizer: whose ids the model reads. Random weights need it; a classifier is checked against it, and pads with
@@ -136,9 +142,11 @@ def load_with_report(
             raise
         except _REFUSALS as error:
             raise _not_built(error, spec, config) from error
-        if spec.model is not None:
-            _check_complete(spec.model, _report_of_headers(model, spec.model), kind, trained=trained)
-        return model, False
+        if spec.model is None:
+            return model, False
+        report, known = _report_of_headers(model, spec.model)
+        _check_complete(spec.model, report, kind, trained=trained)
+        return model, known and not report["missing_keys"]
     with _loading(spec), quiet_transformers() if kind == "sequence_classifier" else nullcontext(), quantising_told():
         model, report = owner.from_pretrained(
             spec.model,
@@ -216,20 +224,21 @@ def _check_complete(model: str, report: Mapping[str, Any], kind: Kind, *, traine
         raise ModelError(wrong, field="model", remedy=remedy)
 
 
-def _report_of_headers(model: PreTrainedModel, folder: str) -> Mapping[str, Any]:
-    """What loading a checkpoint's folder would report of its weights, by the headers of its files alone.
+def _report_of_headers(model: PreTrainedModel, folder: str) -> tuple[Mapping[str, Any], bool]:
+    """What loading a checkpoint's folder would report of its weights, by the headers of its files alone, and whether
+    that is known.
 
     transformers loads names and shapes into a model on the meta device. Where it cannot, as with weights that are
     quantised already, or files are missing, nothing is known.
     """
-    unknown: Mapping[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
+    unknown: tuple[Mapping[str, Any], bool] = {"missing_keys": (), "mismatched_keys": ()}, False
     quantised = getattr(model.config, "quantization_config", None) is not None
     state = {} if quantised else weights_outline(Path(folder).expanduser())
     if not state:
         return unknown
     try:
         with quiet_transformers():
-            return type(model).from_pretrained(
+            report = type(model).from_pretrained(
                 None,
                 config=model.config,
                 state_dict=state,
@@ -238,6 +247,7 @@ def _report_of_headers(model: PreTrainedModel, folder: str) -> Mapping[str, Any]
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )[1]
+            return report, True
     except Exception:  # of an architecture that wants numbers: the build will say
         return unknown
 

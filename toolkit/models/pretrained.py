@@ -26,6 +26,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
     "special_tokens*.json",
 )
+HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 _POINTER = b"version https://git-lfs"
 _READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 

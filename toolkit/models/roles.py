@@ -28,7 +28,7 @@ from toolkit.models.copies import (
 )
 from toolkit.models.decoding import padding_takes_positions, positions_of
 from toolkit.models.frozen_lm import FrozenLM
-from toolkit.models.fused_lora import fuse, is_plain
+from toolkit.models.fused_lora import fuse
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.lora import (
     activate,
@@ -273,7 +273,7 @@ class SharedBase(FrozenLM):
             for name, mine in ours.items():
                 mine.copy_(theirs[name])
 
-    def _own_tensors(self, role: str, *, head: bool = True) -> dict[str, nn.Parameter]:
+    def _own_tensors(self, role: str, *, head: bool) -> dict[str, nn.Parameter]:
         if self._known(role) not in self._adapter_parameters:
             raise AdapterError(f'role "{role}" has no adapter of its own that could be copied.')
         of_head = self.heads[role].named_parameters(prefix="head") if head and role in self.heads else ()
@@ -385,7 +385,7 @@ class SharedBase(FrozenLM):
     @property
     def can_merge(self) -> bool:
         """Whether the policy's adapter is on a layer into whose weight it can be merged, without numbers too."""
-        return any(is_plain(layer) and "policy" in layer.lora_A for layer in self._layers)
+        return bool(to_merge(self._layers, "policy", head=self.lm_head, asked=True, on_cpu=False))
 
     @property
     def merged_bytes(self) -> int:

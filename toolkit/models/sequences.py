@@ -53,13 +53,14 @@ class Sequences:
         if not all(map(len, prompt_ids)):
             raise ValueError("a prompt needs at least one token")
         rows = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        common = _common_length(prompt_ids) if pack else 0
-        longest = _rounded_up(max(map(len, rows)))
-        line = [*rows[0][:common], *(token for row in rows for token in row[common:])]
-        width = _rounded_up(len(line), multiple=2 ** int(math.log2(max(1, len(line) * _PADDING))))
-        lines, length = ([line], width) if pack else (rows, longest)
+        common, multiple = 0, LENGTH_MULTIPLE
+        if pack:
+            common = _common_length(prompt_ids)
+            rows = [[*rows[0][:common], *(token for row in rows for token in row[common:])]]
+            multiple = max(multiple, 2 ** int(math.log2(max(1, len(rows[0]) * _PADDING))))
+        length = -(-max(map(len, rows)) // multiple) * multiple
         return cls(
-            torch.tensor([line + [pad_token_id] * (length - len(line)) for line in lines], device=device),
+            torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=device),
             torch.tensor([len(ids) for ids in prompt_ids], device=device),
             torch.tensor([len(ids) for ids in response_ids], device=device),
             pack,
@@ -116,10 +117,8 @@ class Sequences:
         return torch.where(tokens < self.common_length, tokens, self.starts[:, None] + tokens)
 
     @cached_property
-    def row_lengths(self) -> list[int] | None:
-        """Tokens in the line of packed rows, and of the padding after them, which is a row by itself."""
-        if not self.packed:
-            return None
+    def row_lengths(self) -> list[int]:
+        """Tokens in the line of each of packed rows, and of the padding after them, which is a row by itself."""
         starts = [*self.own_starts.tolist(), int(self.starts[-1] + self.lengths[-1]), self.input_ids.shape[1]]
         return [end - start for start, end in pairwise(starts) if end > start]
 
@@ -136,18 +135,8 @@ class Sequences:
     @cached_property
     def response_mask(self) -> Tensor:
         """bool (B, T), True at the tokens of the response; T is the longest response of the batch."""
-        return self._response_steps < self.response_lengths[:, None]
-
-    @cached_property
-    def response_positions(self) -> Tensor:
-        """int64 (B, T), where in its line each response token stands; outside the mask, the row's last token."""
-        return self.places(
-            torch.minimum(self.prompt_lengths[:, None] + self._response_steps, self.lengths[:, None] - 1)
-        )
-
-    @cached_property
-    def _response_steps(self) -> Tensor:
-        return torch.arange(int(self.response_lengths.max()), device=self.input_ids.device)
+        steps = torch.arange(int(self.response_lengths.max()), device=self.input_ids.device)
+        return steps < self.response_lengths[:, None]
 
     @cached_property
     def response_places(self) -> tuple[Tensor, Tensor]:
@@ -161,7 +150,8 @@ class Sequences:
     @cached_property
     def _response_tokens_at(self) -> tuple[Tensor, Tensor]:
         """int64 (N,) twice, the line of each real response token and its place there."""
-        return self.lines[self.response_places[0]], self.response_positions[self.response_places]
+        rows, steps = self.response_places  # after the prompt, which is longer than what all begin with
+        return self.lines[rows], self.starts[rows] + self.prompt_lengths[rows] + steps
 
     @property
     def predicting(self) -> tuple[Tensor, Tensor]:
@@ -189,8 +179,3 @@ def _common_length(prompt_ids: Sequence[Sequence[int]]) -> int:
     before_last = zip(*(ids[:-1] for ids in prompt_ids), strict=False)
     shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, before_last))
     return shared // _COMMON_MULTIPLE * _COMMON_MULTIPLE
-
-
-def _rounded_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
-    multiple = max(multiple, LENGTH_MULTIPLE)
-    return -(-length // multiple) * multiple

@@ -68,6 +68,8 @@ def tried(model: PreTrainedModel) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise_of_the_card(error)
+        if "allocate memory" in str(error):  # torch's own error of a CPU
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         wrong = f"a {type(model).__name__} cannot be read as a decoder, tried on {_TOKENS} tokens: {reason}"
         raise ModelError(wrong, remedy=SUGGESTION) from error

@@ -1,7 +1,7 @@
 """Roles as modules of the form that TRL's and transformers' own trainers expect.
 
-A view switches to its role in `forward`. It owns nothing but its head; `PolicyView` alone registers the
-shared base, so that an optimizer over several views sees each parameter once.
+A view switches to its role in `forward`. It owns nothing but its head. Of those that TRL's PPO holds side by side
+`PolicyView` alone registers the shared base, so that an optimizer over several of them sees each parameter once.
 """
 
 from typing import Any

@@ -42,9 +42,9 @@ def comparison_page(
 def _figures(runs: Sequence[ComparedRun]) -> str:
     sides = [(run.result.get("before") or {}, run.result.get("after") or {}) for run in runs]
     keys = dict.fromkeys(key for pair in sides for side in pair for key in side)
-    rows = [(key, *(" → ".join(number(side.get(key, "–")) for side in pair) for pair in sides)) for key in keys]
+    rows = [(key, *(" → ".join(number(side.get(key)) for side in pair) for pair in sides)) for key in keys]
     if any("seconds" in run.result for run in runs):
-        rows += [("seconds", *(number(run.result.get("seconds", "–")) for run in runs))]
+        rows += [("seconds", *(number(run.result.get("seconds")) for run in runs))]
     rows += [("warnings", *(str(len(run.result.get("warnings") or ())) for run in runs))]
     columns = ("", *(run.name for run in runs))
     return f"<h2>Figures, before → after</h2>{figures_table(columns, rows)}"

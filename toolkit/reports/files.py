@@ -121,11 +121,6 @@ def keep_until(path: Path, step: int) -> None:
             write_lines(path, compress(_whole_lines(path), kept))
 
 
-def _is_lost(value: Any) -> bool:
-    """Whether a metric is no finite number, as of a step that float16 overflowed in: JSON has no name for it."""
-    return isinstance(value, float) and not math.isfinite(value)
-
-
 class MetricsFile(TrainerCallback, ExportableState):
     """Appends what a trainer logs to a file, one JSON object a line, with `step` first.
 
@@ -162,7 +157,8 @@ class MetricsFile(TrainerCallback, ExportableState):
         self.cut()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        known = {name: None if _is_lost(value) else value for name, value in logs.items()}
+        # JSON has no name for what is not finite, as of a step that float16 overflowed in.
+        known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in logs.items()}
         append_jsonl(self.path, [{"step": state.global_step, **known}])
         self.lines += 1
 

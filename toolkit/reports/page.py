@@ -88,7 +88,7 @@ def figures_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _before_after(result: dict[str, Any]) -> str:
     before, after = result.get("before") or {}, result.get("after") or {}
-    rows = [(key, number(before.get(key, "–")), number(after.get(key, "–"))) for key in {**before, **after}]
+    rows = [(key, number(before.get(key)), number(after.get(key))) for key in {**before, **after}]
     last = "now" if _unfinished(result) else "after"
     return f"<h2>Before and {last}</h2>{figures_table(('', 'before', last), rows)}" if rows else ""
 
@@ -124,10 +124,9 @@ def _samples(samples: Sequence[dict[str, Any]]) -> str:
 
 
 def _pairs_charts(evaluation: dict[str, Any], pairs: Sequence[ScoredPair]) -> str:
-    rows: Sequence[Mapping[str, Any]] = pairs
     sides = ("chosen", "rejected")
-    scores = {side: [row[f"{side}_score"] for row in rows] for side in sides}
-    lengths = {side: [(row[f"{side}_length"], row[f"{side}_score"]) for row in rows] for side in sides}
+    scores = {side: [row[f"{side}_score"] for row in pairs] for side in sides}
+    lengths = {side: [(row[f"{side}_length"], row[f"{side}_score"]) for row in pairs] for side in sides}
     bins = [(one["predicted"], one["observed"]) for one in evaluation["calibration"]["bins"]]
     charts = (
         histogram("scores", scores, below="score"),

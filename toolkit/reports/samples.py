@@ -10,13 +10,17 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from toolkit import processes
 from toolkit.data import Rollout
 from toolkit.errors import printable
 
 
 class Output(Console):
-    """Standard output. Where it is closed, as by `| head`, that is an error as others are: rich would exit in
-    silence."""
+    """Standard output, of several processes that of the main one. Where it is closed, as by `| head`, that is an error
+    as others are: rich would exit in silence."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(quiet=not processes.is_main(), **named)
 
     def on_broken_pipe(self) -> None:
         raise
@@ -57,8 +61,6 @@ class Responses:
 
 def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:
     """One row a prompt, the same before and after training, with both responses and their scores."""
-    if before.prompts != after.prompts:
-        raise ValueError("samples before and after must be of the same prompts")
     columns: dict[str, Sequence[Any]] = {
         "prompt": before.prompts,
         "before": before.responses,

@@ -78,7 +78,9 @@ class TextScorer(ClassScorer):
                 text if prompt is None else prompt for prompt, text in zip(prompts, columns["prompt"], strict=True)
             ]
         for row, prompt in enumerate(prompts):
-            if not isinstance(prompt, str | list) or not prompt:
+            turns = prompt if isinstance(prompt, list) else []
+            messages = turns and all(isinstance(turn, dict) and "content" in turn for turn in turns)
+            if not messages and not (isinstance(prompt, str) and prompt):
                 place = f"{places[row]}: " if places else ""
                 wrong = f'{place}column "{column}" holds {prompt!r}, which is neither text nor messages.'
                 raise RewardError(wrong, field="prompt_column")

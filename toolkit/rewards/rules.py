@@ -31,8 +31,9 @@ _LETTERS = 6
 def right_answer(rollout: Rollout) -> list[float]:
     """1 where a response ended and is exactly what the column `answer` says, 0 where it is anything else.
 
-    Raises: RewardError: an answer is no text.
+    Raises: RewardError: there is no such column, or an answer is no text.
     """
+    check_column("answer", list(rollout.columns), field="function")
     if odd := [wanted for wanted in rollout.columns["answer"] if not isinstance(wanted, str)]:
         wrong = f"the column answer holds {odd[0]!r}, which no response could be: text is needed."
         raise RewardError(wrong, remedy="Put it in quotes in the file of the prompts.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.data import Rollout
-from toolkit.errors import ColumnError, Problem, RewardError, ToolkitError
+from toolkit.errors import ColumnError, DataError, Problem, RewardError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.rewards.base import Reward
 from toolkit.settings import Range, check, setting
@@ -44,7 +44,7 @@ class ScorerContext:
         roles: the shared base, with the role where a scorer reads it; on the meta device for a check, and None
             where its base cannot be had.
         tokenizer: the policy's; None in a check that has none.
-        prompts: gives those that it scores, to train on and held out; nothing in a check that has not read them.
+        prompts: gives those that it scores and that are known: to train on and held out, or the latter alone.
         reads_rows: whether each row is held against the scorer, and not the names of the columns alone.
         chats: whether the text of the prompts has the chat template of the base around it.
         pad_tokens: by role the one that its head was trained with; nothing in a check.
@@ -180,12 +180,12 @@ def classes_of(outputs: int, label_ids: Mapping[str, int] = MappingProxyType({})
 
 @contextmanager
 def at_row(place: str) -> Iterator[None]:
-    """A reward's error inside says in which row it is."""
+    """An error of a reward, or of data, inside says in which row it is."""
     try:
         yield
-    except RewardError as error:
+    except (RewardError, DataError) as error:
         (one,) = error.problems
-        raise RewardError(f"{place}: {one.wrong}", field=one.field, remedy=one.remedy) from error
+        raise type(error)(f"{place}: {one.wrong}", field=one.field, remedy=one.remedy) from error
 
 
 def check_column(column: str, columns: Sequence[str], *, field: str) -> None:

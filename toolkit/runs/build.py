@@ -61,12 +61,15 @@ def _check_vocabulary(recipe: Recipe, task: Task) -> None:
         raise RecipeError(wrong, field="task", remedy="Take a task that reads text, or a checkpoint of this one.")
 
 
-def scored_prompts(recipe: Recipe, role: str) -> list[Prompts]:
-    """The prompts whose responses a reward scores, or a judge, which sees held-out ones alone."""
+OF_TRAINING, HELD_OUT = ("train", "validation"), ("validation",)  # splits whose responses are scored
+
+
+def scored_prompts(recipe: Recipe, splits: Sequence[str]) -> list[Prompts]:
+    """The prompts whose responses a reward scores."""
     found = []
-    for split in ("validation",) if role == "judge" else ("train", "validation"):
+    for split in splits:
         rows = stage_dataset(recipe, "ppo", "prompts", split)
-        places = [row["place"] for row in recipe.task.row_places("ppo") if row["split"] == split]
+        places = [row["place"] for row in recipe.task.row_places("ppo", split)]
         if len(places) != len(rows):  # of a task that makes them, or takes each prompt once
             places = [f"prompt {number} of {split}" for number in range(1, len(rows) + 1)]
         found.append(Prompts(rows, places))
@@ -196,9 +199,16 @@ def _pad_token_of(about: Mapping[str, Any], recipe: Recipe, own: int) -> int:
 
 
 def make_reward(
-    recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_size: int, *, role: str = "reward"
+    recipe: Recipe,
+    roles: SharedBase,
+    pad_tokens: PadTokens,
+    batch_size: int,
+    *,
+    role: str = "reward",
+    splits: Sequence[str] = OF_TRAINING,
 ) -> Reward:
     """The reward callback of a recipe, or, as the role "judge", that of its judge; `batch_size` is that of an adapter.
+    Of the prompts of these `splits` it is checked that they have what it reads; of a judge those held out alone.
 
     Raises:
         RewardError: what the section `scorer`, or `judge`, names cannot be used.
@@ -209,7 +219,7 @@ def make_reward(
     context = ScorerContext(
         roles=roles,
         tokenizer=recipe.tokenizer,
-        prompts=lambda: scored_prompts(recipe, role),
+        prompts=lambda: scored_prompts(recipe, HELD_OUT if role == "judge" else splits),
         chats=recipe.task.chats,
         pad_tokens=pad_tokens,
         batch_size=batch_size,
@@ -238,13 +248,14 @@ def measures(
     *,
     reward: Reward | None = None,
     judge: Reward | None = None,
+    splits: Sequence[str] = OF_TRAINING,
 ) -> dict[str, Any]:
     """What responses are measured by, as trainers and evaluators name it: `reward`, `metrics` and `judge`.
 
     A reward and a judge that are given come before what the recipe says. For the others and errors see `make_reward`.
     """
     if reward is None:
-        reward = make_reward(recipe, roles, pad_tokens, batch_size)
+        reward = make_reward(recipe, roles, pad_tokens, batch_size, splits=splits)
     if judge is None and recipe.judge is not None:
         judge = make_reward(recipe, roles, pad_tokens, batch_size, role="judge")
     return {"reward": reward, "metrics": recipe.task.metrics, "judge": judge}

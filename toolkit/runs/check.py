@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from toolkit.errors import Problem
 from toolkit.rewards import ScorerContext
-from toolkit.runs.build import about_slow, scored_prompts
+from toolkit.runs.build import HELD_OUT, OF_TRAINING, about_slow, scored_prompts
 from toolkit.runs.check_data import DataCheck
 from toolkit.runs.check_report import Findings, Report
 from toolkit.runs.check_roles import RolesCheck
@@ -75,14 +75,14 @@ def _check_scorers(
     context = ScorerContext(
         roles=roles.roles,
         tokenizer=roles.tokenizer,
-        prompts=lambda: scored_prompts(recipe, "reward") if data.prompts_read else (),
+        prompts=lambda: scored_prompts(recipe, OF_TRAINING) if data.prompts_read else (),
         reads_rows=True,
         chats=data.prompts_read and recipe.task.chats,
         adapters=adapter_roles(recipe.values),
         untrained=roles.untrained,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
-    held_out = (lambda: scored_prompts(recipe, "judge")) if data.prompts_read else context.prompts
+    held_out = (lambda: scored_prompts(recipe, HELD_OUT)) if data.prompts_read else context.prompts
     judge = replace(context, role="judge", prompts=held_out, adapters=adapter_roles(recipe.values, "judge"))
     named = {"scorer": (recipe.scorer, context), "judge": (recipe.judge, judge)}
     for section, (one, reads) in named.items():

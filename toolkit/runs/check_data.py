@@ -266,7 +266,7 @@ class DataCheck:
         else:
             of = stage
         row = build.stage_dataset(self.recipe, of, kind, "train")[0]
-        ids = row.get("input_ids") or row.get("chosen_ids") or row["prompt_ids"] + row["response_ids"]
+        ids = row.get("input_ids") or row.get("chosen_ids") or [*row["prompt_ids"], *row["response_ids"]]
         stops = [tokenizer.eos_token_id]
         if self.roles.roles is not None:
             stops = list(self.roles.roles.stop_token_ids(tokenizer))

@@ -46,17 +46,15 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
     check_output(output, folders)
     if len(set(folders)) < 2:
         raise RecipeError("compare needs at least two runs.", remedy="toolkit runs lists them.")
-    shared = [one for one in COMPARED if all((folder / one / METRICS_FILE).is_file() for folder in folders)]
+    begun = [[one for one in COMPARED if (folder / one / METRICS_FILE).is_file()] for folder in folders]
+    shared = [one for one in COMPARED if all(one in of_run for of_run in begun)]
     if stage is not None and stage not in shared:
         wrong = f"not all of these runs have a {stage} stage with figures."
         raise RecipeError(wrong, remedy=f"They share {', '.join(shared)}." if shared else "")
     if not shared:
-        begun = (
-            f"{name} {' and '.join(one for one in COMPARED if (folder / one / METRICS_FILE).is_file()) or 'none'}"
-            for name, folder in zip(names, folders, strict=True)
-        )
+        of_each = (f"{name} {' and '.join(of_run) or 'none'}" for name, of_run in zip(names, begun, strict=True))
         wrong = f"{', '.join(names)} have no stage in common that has begun."
-        raise RecipeError(wrong, remedy=f"They have begun: {', '.join(begun)}.")
+        raise RecipeError(wrong, remedy=f"They have begun: {', '.join(of_each)}.")
     wanted = stage or shared[0]
     runs = [_run(label, folder / wanted) for label, folder in zip(labels_of(folders), folders, strict=True)]
     write_output(output, comparison_page(wanted, runs, differing(folders)))

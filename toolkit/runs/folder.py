@@ -20,7 +20,7 @@ from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, recorded
 from toolkit.runs.lock import at_work, owner_of
 from toolkit.runs.longer import drop_evaluation, stages_as_they_were, written_down
-from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
+from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
 from toolkit.spec.load import is_run_name
 from toolkit.spec.plan import RESPONDING, STAGES, at, by_trl, section
 from toolkit.spec.recipe import Recipe
@@ -71,6 +71,12 @@ _GO_ON_OR_DELETE = "Go on with $resume, or begin anew with $overwrite."
 def has_weights(folder: Path) -> bool:
     """Whether a stage's folder holds weights, as a notebook's `save_model` leaves them."""
     return any(folder.glob(f"[!.]*/{SAFETENSORS}")) or any(folder.glob("value/value_head.safetensors"))
+
+
+def saved_by_hand(folder: Path) -> bool:
+    """Whether a notebook's own loop of PPO has saved weights there, and no checkpoint; a command measures first."""
+    saved = folder.name == "ppo" and (folder / "policy").is_dir() and has_weights(folder)
+    return saved and not (folder / BEFORE_FILE).exists() and not checkpoints_in(folder)
 
 
 def work_of(folder: Path) -> Problem | None:

@@ -13,9 +13,9 @@ from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, count_lines, figures_of, iter_jsonl, read_result
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read
+from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read, saved_by_hand
 from toolkit.runs.lock import LOCK_FILE, doing_in, elsewhere, owner_of
-from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, has_begun
+from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import RESPONDING, STAGES
 
 FINISHED, AT_WORK, STOPPED, DAMAGED = "finished", "at work", "stopped", "damaged"
@@ -95,7 +95,7 @@ def _stage(folder: Path, owner: dict[str, Any] | None) -> StageState:
         where = f"saved up to step {step_of(saved[-1])}"
     else:
         kept = "weights saved, and no checkpoint" if has_weights(folder) else "nothing saved"
-        if _by_hand(folder):
+        if saved_by_hand(folder):
             kept = f"weights saved by a loop of your own, for start.policy={folder / 'policy'}"
         where = f"{step}, {kept}"
     if owner is not None and (other := elsewhere(owner)):
@@ -119,19 +119,13 @@ def _command(run: Path, states: tuple[StageState, ...], *, at_work: bool) -> tup
         return ()
     # What was stopped before the aim had begun is what it needs.
     tried = aims[:1] if aims[0] in begun else [*begun, aims[0]]
-    if any(_by_hand(run / stage) for stage in tried):
+    if any(saved_by_hand(run / stage) for stage in tried):
         return ()  # there is nothing to go on with, and beginning anew would delete them
     anew = any(leads_nowhere(run / stage, recipe) for stage in tried)
     number = _processes(run / begun[-1]) if begun else 1
     together = ("--processes", str(number)) if number > 1 else ()
     way = "--overwrite" if anew else "--resume"
     return ("toolkit", aims[0], str(run / RECIPE_FILE), way, *together, *beside)
-
-
-def _by_hand(stage: Path) -> bool:
-    """Whether a notebook's own loop of PPO has saved weights there, and no checkpoint; a command measures first."""
-    saved = stage.name == "ppo" and (stage / "policy").is_dir() and has_weights(stage)
-    return saved and not (stage / BEFORE_FILE).exists() and not checkpoints_in(stage)
 
 
 def _processes(stage: Path) -> int:

@@ -44,12 +44,12 @@ def _is_written(name: Path, listed: Collection[str]) -> bool:
     top = name.parts[0]
     if len(name.parts) == 1:
         return top in _FILES
-    if top in WEIGHTS and is_half_saved(name):
+    ours = top in WEIGHTS or (top.startswith(CHECKPOINT) and top.endswith(ASIDE))
+    if ours and is_half_saved(name):
         return True
     if listed and top in WEIGHTS:  # a finished stage: what it has written is listed
         return name.as_posix() in listed
-    unfinished = top.startswith(CHECKPOINT) and top.endswith(ASIDE)
-    return (top in WEIGHTS or unfinished) and (name.suffix in _SUFFIXES or is_half_saved(name))
+    return ours and name.suffix in _SUFFIXES
 
 
 def written(folder: Path) -> list[Path]:
@@ -57,11 +57,13 @@ def written(folder: Path) -> list[Path]:
     listed = sealed_files(folder)
     if listed is None:  # but for what a kill has left of the manifest itself
         return [] if folder.is_symlink() else unfinished_in(folder)
-    left = [path for path in files_in(folder) if is_unfinished(path)]
-    names = {path: path.relative_to(folder) for path in files_in(folder) if path not in left}
     others = _others(folder)
-    ours = [path for path, name in names.items() if _is_written(name, listed) and name.as_posix() not in others]
-    return ours + left + _of_checkpoints(folder)
+
+    def is_ours(path: Path) -> bool:
+        name = path.relative_to(folder)
+        return is_unfinished(path) or (_is_written(name, listed) and name.as_posix() not in others)
+
+    return [*filter(is_ours, files_in(folder)), *_of_checkpoints(folder)]
 
 
 def _of_checkpoints(folder: Path) -> list[Path]:

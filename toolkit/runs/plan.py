@@ -330,9 +330,8 @@ class _Planner:
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         """What takes less memory in a phase and changes no gradient, the cheapest first."""
         args = self.recipe.stage_config(_stage_of(phase))
-        apart = []
-        if phase == "rollout" and args.decoding["merged"]:
-            apart.append({"generation": WITHOUT_COPY[args.generation]})
+        merged = phase == "rollout" and args.decoding["merged"]
+        apart = [{"generation": WITHOUT_COPY[args.generation]}] if merged else []
         yield from apart
         if name := _ROWS.get(phase.split()[-1]):
             rows = getattr(args, name)

@@ -40,7 +40,7 @@ def _environment() -> dict[str, str]:
     """Of a process that is started; a package that is not installed, as a clone that a notebook has added to its
     `sys.path`, is found there, too."""
     given, folder = processes.environment(), Path(toolkit.__file__).resolve().parents[1]
-    if folder in map(Path, (*site.getsitepackages(), site.getusersitepackages())):
+    if folder in (Path(place).resolve() for place in (*site.getsitepackages(), site.getusersitepackages())):
         return given
     return given | {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), given.get("PYTHONPATH"))))}
 
@@ -149,7 +149,12 @@ def _ended(command: list[str], environments: Sequence[dict[str, str]]) -> list[i
 
     with signals_to(pass_on):
         for environment in environments:
-            children.append(subprocess.Popen(command, env=environment))
+            try:
+                children.append(subprocess.Popen(command, env=environment))
+            except OSError:  # no room for another process: the others would wait for it
+                for child in children:
+                    _kill(child)
+                raise
             if asked:  # it may have come before this one was there
                 children[-1].terminate()
         return _waited_for(children)

@@ -95,10 +95,10 @@ def rows_read(recipe: Recipe, stage: str) -> dict[str, Any]:
 
 def write_up(
     recipe: Recipe, stage: str, result: dict[str, Any], samples: list[dict[str, Any]], judged: Sequence[ScoredPair]
-) -> None:
-    """Everything that a finished stage says, `result.json` last."""
+) -> dict[str, Any]:
+    """Everything that a finished stage says, `result.json`, which is given back, last."""
     folder = recipe.stage_folder(stage)
-    result |= rows_read(recipe, stage)
+    result = result | rows_read(recipe, stage)
     if samples:
         write_jsonl(folder / SAMPLES_FILE, samples)
     if judged:
@@ -110,3 +110,4 @@ def write_up(
     metrics = reports.read_jsonl(folder / reports.METRICS_FILE)
     reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
     finish(folder, result)
+    return result

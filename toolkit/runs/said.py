@@ -13,10 +13,8 @@ from toolkit.trainers.stock_ppo import stock_rollouts
 
 
 def say(sentence: str) -> None:
-    """A line for a person, not coloured, and wrapped only above a panel; square brackets in it are no markup. Of
-    several processes the first says it."""
-    if processes.is_main():
-        Output().print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
+    """A line for a person, not coloured, and wrapped only above a panel; square brackets in it are no markup."""
+    Output().print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
 
 
 def say_shares(stage: str, rows: int) -> None:

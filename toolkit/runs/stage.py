@@ -53,11 +53,12 @@ def collect_stage(recipe: Recipe) -> dict[str, Any]:
     collected = collect(recipe, folder / RESPONSES_FILE)
     result = figures(recipe, "collect", started, {}, collected)
 
-    def write() -> None:
-        result.update(rows_read(recipe, "collect"))
-        finish(folder, result)
+    def write() -> dict[str, Any]:
+        whole = result | rows_read(recipe, "collect")
+        finish(folder, whole)
+        return whole
 
-    processes.by_main(write)
+    result = processes.by_main(write)
     shown = ", ".join(f"{key} {value:.4g}" for key, value in result["after"].items())
     say(f"collect took {result['seconds']:.0f} s: {shown}")
     say(f"responses: {folder / RESPONSES_FILE}")
@@ -96,12 +97,7 @@ def _trained(
     for line in banner(recipe, stage, trainer):
         say(line)
     if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
-        args = trainer.args
-        whole = getattr(trainer, "padding_free", False)  # TRL packs a micro-batch of sft into one row
-        of_step = (1 if whole else args.train_batch_size) * args.gradient_accumulation_steps
-        if stage == "ppo":
-            of_step = args.update_batch_size // args.num_mini_batches
-        say_shares(stage, of_step)
+        say_shares(stage, _rows_of_step(trainer))
     cut = say_rows(recipe, stage, trainer)
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     trainer.started = started
@@ -140,8 +136,18 @@ def _trained(
         samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
         judged = trainer.judged if stage == "reward" else ()
         with phases.phase("write"):
-            processes.by_main(lambda: write_up(recipe, stage, result, samples, judged))
+            result = processes.by_main(lambda: write_up(recipe, stage, result, samples, judged))
     return result, samples
+
+
+def _rows_of_step(trainer: Any) -> int:
+    """Of an optimizer step, which several processes divide."""
+    args = trainer.args
+    if isinstance(trainer, PPOTrainer):
+        found: int = args.update_batch_size // args.num_mini_batches
+        return found
+    whole = getattr(trainer, "padding_free", False)  # TRL packs a micro-batch of sft into one row
+    return int((1 if whole else args.train_batch_size) * args.gradient_accumulation_steps)
 
 
 def check_best_is_measured(recipe: Recipe, stage: str, trainer: Any) -> None:

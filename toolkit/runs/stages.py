@@ -13,10 +13,10 @@ import torch
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
 from toolkit.disk import RESULT_FILE
-from toolkit.errors import CheckpointError, ConfigError, PeerError, RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import CheckpointError, ConfigError, RecipeError, ToolkitError
 from toolkit.reports import Progress, read_json
 from toolkit.rewards import code_digests
-from toolkit.runs import aside
+from toolkit.runs import aside, writers
 from toolkit.runs.build import Callbacks, about_stage, make_trainer, trainer_config
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import (
@@ -37,7 +37,7 @@ from toolkit.runs.said import say
 from toolkit.runs.stage import check_best_is_measured, collect_stage, say_rows, train_stage
 from toolkit.runs.take_over import take_over
 from toolkit.sampling import check_room
-from toolkit.spec.plan import by_trl
+from toolkit.spec.plan import STAGES, by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.self_checks import check_dataset
 
@@ -88,6 +88,9 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
             ours = processes.is_main() and stack.enter_context(at_work(recipe.folder, stage))
             if ours and (sentence := settle(recipe, stage, **way)):
                 say(sentence)
+        results = {name: recipe.stage_folder(name) / RESULT_FILE for name in STAGES}
+        back = processes.by_main(lambda: [name for name, path in results.items() if path.is_file()])
+        writers.take_from_finished(recipe, back)
         if not ours:
             yield None
             return
@@ -103,12 +106,8 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
                     sentence = restore(recipe.folder)
             if sentence and isinstance(error, ToolkitError):
                 error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
-            if isinstance(
-                error, KeyboardInterrupt | BrokenPipeError | RunInterrupted | PeerError | MemoryError | RuntimeError
-            ):
-                done = _of_file(result) not in (None, earlier) or not (
-                    way.get("overwrite") or not finished(recipe, stage)
-                )
+            if isinstance(error, KeyboardInterrupt | BrokenPipeError | MemoryError | RuntimeError):
+                done = _of_file(result) not in (None, earlier) or (not way.get("overwrite") and finished(recipe, stage))
                 ended = "finished" if done else ""
                 error.way_on = way_on(recipe, stage) or ended  # type: ignore[union-attr]  # for the command to say
             if sentence:
@@ -166,7 +165,7 @@ def prepared(
     `given` comes before what the recipe says: `reward`, `judge`, `train_dataset` and `eval_dataset` of ppo.
     """
     recipe = replace(recipe)  # its rows are read anew: a file may have been mended since an earlier trainer
-    with _earlier_comes_back(recipe, stage), _kept_whole(recipe, stage, **way):
+    with writers.earlier_comes_back(recipe, stage), _kept_whole(recipe, stage, **way):
         if way.get("resume") and processes.by_main(lambda: finished(recipe, stage)) is not None:
             wrong = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
             longer = f"A larger {stage}.max_steps makes it longer."
@@ -177,7 +176,7 @@ def prepared(
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(given), **way)
         with _result_comes_back(recipe, stage, trains=False, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
-            _take_from_earlier(recipe.stage_folder(stage))
+            writers.take_from_earlier(recipe.stage_folder(stage))
             for sentence in about_stage(recipe, stage):
                 say(sentence)
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
@@ -188,58 +187,8 @@ def prepared(
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
-        _writers[recipe.stage_folder(stage).resolve()] = trainer
+        writers.give(recipe.stage_folder(stage), trainer)
         return trainer
-
-
-_writers: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()  # by folder, of this process
-
-
-_WRITES = ("train", "step", "evaluate", "log", "save_checkpoint", "save_model")
-
-
-def _take_from_earlier(folder: Path) -> None:
-    """Let no earlier trainer of this process write to a folder that is another's now, as where a cell is run twice: it
-    would be mixed with what that one writes."""
-    if (earlier := _writers.pop(folder.resolve(), None)) is None:
-        return
-    wrong = f"a later trainer of this process has taken {folder}, and what both write there would be mixed."
-    remedy = "Use that one, or name a run for each ($run). What this one has learnt save_model saves elsewhere."
-    taken = ToolkitError(wrong, remedy=remedy)
-    saves = earlier.save_model
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise taken
-
-    def saved(output_dir: Any = None, *arguments: Any, **named: Any) -> Any:  # of what it has learnt, elsewhere
-        if output_dir is None or Path(output_dir).resolve().is_relative_to(folder.resolve()):
-            raise taken
-        return saves(output_dir, *arguments, **named)
-
-    for name in _WRITES:
-        if hasattr(earlier, name):
-            setattr(earlier, name, refused)
-    earlier.save_model = saved
-
-
-@contextmanager
-def _earlier_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
-    """Where an error or a stop ends the making of a later trainer, and the run's recipe is as it was, the earlier one
-    may write to it again, as where a cell was run twice by mistake."""
-    folder, path = recipe.stage_folder(stage).resolve(), recipe.folder / RECIPE_FILE
-    earlier = _writers.get(folder)
-    was = path.read_bytes() if earlier is not None and path.is_file() else None
-    own = {name: value for name, value in (vars(earlier) if earlier is not None else {}).items() if name in _WRITES}
-    try:
-        yield
-    except BaseException:
-        taken = earlier is not None and folder not in _writers
-        if taken and path.is_file() and path.read_bytes() == was:
-            for name in _WRITES:
-                vars(earlier).pop(name, None)
-            vars(earlier).update(own)
-            _writers[folder] = earlier
-        raise
 
 
 def run(
@@ -286,7 +235,7 @@ def run(
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(others), **way)
         with _result_comes_back(recipe, stage, **way):
             processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
-            _take_from_earlier(recipe.stage_folder(stage))
+            writers.take_from_earlier(recipe.stage_folder(stage))
             for later, planned in recipe.plan.stages.items() if overwrite else ():
                 if stage in planned.needs and processes.by_main(partial(finished, recipe, later)):
                     old = f"{later} of this run was trained on the {stage} that is now replaced;"

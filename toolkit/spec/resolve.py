@@ -145,7 +145,7 @@ class _Resolver:
         q, settings = self._fresh("q", "the q stage trains it"), section(self.values, "q")
         bound = {argument: settings.get(name, getattr(QConfig, name)) for argument, name in _OF_BOUND.items()}
         source = FreshQ("q", q.key, q.lora, bound=bound if settings.get("bound") == "sigmoid" else None)
-        return self._scoring("q", (source,), then=("collect",) if collected else ())
+        return replace(self._scoring("q", (source,), then=("collect",) if collected else ()), rows="rated")
 
     def _scoring(self, stage: str, roles: tuple[Source, ...], *, then: tuple[str, ...] = ()) -> StagePlan:
         """A stage in which responses are sampled and scored: its own roles, then reference, reward and value."""

@@ -6,6 +6,7 @@ or stand on an `OwnBase`, and the reference can be the `BaseItself`. `toolkit.sp
 """
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,10 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.disk import read_object
 from toolkit.errors import RecipeError
 from toolkit.models import (
+    ROLE_FILE,
     ModelSpec,
     Precision,
     QBound,
@@ -230,7 +233,10 @@ class OwnBase(Source):
         return None if self.lora is None else lora_config(self.lora)
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
-        spec, start = self.base.model_spec(), None if self.start is None else Path(self.start).expanduser()
+        spec, start = self.base.model_spec(), None if self.start is None else Path(os.path.expanduser(self.start))
+        head = self.head
+        if start is not None:  # as it was trained, where the recipe says nothing of it
+            head = {"head_bias": bool((read_object(start / ROLE_FILE) or {}).get("head_bias"))}
         copied = self.stage is not None
         if copied and roles.device.type != "meta":
             folder = self._trained_folder(site)
@@ -239,7 +245,7 @@ class OwnBase(Source):
         if spec.model is None:  # the embeddings of a base may have more rows than its tokenizer has tokens
             spec = replace(spec, config={"vocab_size": roles.config.vocab_size, **(spec.config or {})})
         assert site.tokenizer is not None
-        roles.place_value(load_value_model(spec, site.tokenizer, lora=self._lora(), device=roles.device, **self.head))
+        roles.place_value(load_value_model(spec, site.tokenizer, lora=self._lora(), device=roles.device, **head))
         if start is not None:
             load_weights(roles, self.role, start)
         if copied:

@@ -1,7 +1,7 @@
 """Updates and optimizer steps that are passed over since something in them is not finite."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -108,17 +108,12 @@ def where_broken(folder: Path, **batch: Any) -> str:
 class GuardedSteps(DividedSteps):
     """A `Trainer` whose steps leave no number in the weights that is not finite."""
 
-    _of_step: Sequence[dict[str, Any]] = ()  # the micro-batches of the step
     _counted = "optimizer steps"  # what is too many in a row
 
     @cached_property
     def skipped(self) -> Skipped:
         """Optimizer steps that were passed over, since something in them was not finite."""
         return Skipped()
-
-    def get_batch_samples(self, *arguments: Any) -> tuple[list[dict[str, Any]], Any]:
-        self._of_step, number = super().get_batch_samples(*arguments)
-        return self._of_step, number
 
     def skip(self, why: str) -> None:
         """Count an optimizer step that is not taken; a SelfCheckError if it is one too many in a row."""

@@ -112,8 +112,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         """An optimizer over the trained roles, whichever of them happens to be active."""
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.roles)
-            self.optimizer = kind(list(self._parameter_groups()), **arguments)
-            of_value, defaults = self.args.value_optimizer, self.optimizer.defaults
+            made = kind(list(self._parameter_groups()), **arguments)
+            of_value, defaults = self.args.value_optimizer, made.defaults
             unknown = of_value.keys() - defaults.keys()
             if "lion" in self.args.optim.value:  # bitsandbytes' has an eps that it does not read
                 unknown |= of_value.keys() & {"eps"}
@@ -126,6 +126,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
                 if np.shape(value) != np.shape(defaults[name]):  # of Adafactor's eps, and of ademamix's betas
                     wrong = f"{self.args.optim.value} has {name} {defaults[name]}, and value_… would give it {value}."
                     raise ConfigError(wrong, field="optim", remedy="Leave that out, or take adamw_torch.")
+            self.optimizer = made
         return self.optimizer
 
     def _parameter_groups(self) -> Iterator[dict[str, Any]]:

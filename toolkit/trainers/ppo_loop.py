@@ -63,7 +63,9 @@ class PPOLoop(SharedBaseTrainer):
         self._prepare_training()
         over = checkpoint is not None and self.load_checkpoint(checkpoint)["stopped_early"]
         if checkpoint is not None:
-            self._check_not_past(checkpoint, self.state.global_step, self.total_updates)
+            by_updates, by_episodes = self.args.max_steps > 0, self.args.total_episodes is not None
+            field = "max_steps" if by_updates else "total_episodes" if by_episodes else "num_train_epochs"
+            self._check_not_past(checkpoint, self.state.global_step, self.total_updates, field=field)
         args, state = self.args, self.state
         began = state.global_step
         if checkpoint is None and began:
@@ -319,7 +321,6 @@ class PPOLoop(SharedBaseTrainer):
         if ends_pass:
             self._end_pass_if_asked()
         if self.control.should_save or (best and self.args.save_strategy == "best"):
-            self.control.should_save = False
             self.save_checkpoint()
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 

@@ -94,7 +94,7 @@ class QTrainer(SamplingTrainer):
         mask = sequences.response_mask
         # As wide as the longest response of the micro-batch, of which these rows may be a part.
         rewards, given = (inputs[name][:, : mask.shape[1]] for name in ("rewards", "reward_mask"))
-        count = None if num_items_in_batch is None else float(num_items_in_batch)
+        count = float(num_items_in_batch)  # which transformers gives to a loss that takes it
         values = models.response_state_values(roles, sequences, chunk_size=args.q_chunk_size)
         cut = ~inputs["ended"] if args.truncated_as == "bootstrap" else torch.zeros_like(inputs["ended"])
         after = torch.where(cut, values.after, torch.zeros_like(values.after))
@@ -108,7 +108,7 @@ class QTrainer(SamplingTrainer):
             read = models.response_q(roles, sequences, lowest=args.lowest_return, chunk_size=args.q_chunk_size)
         td = F.td_loss(read.q, targets, mask, count=count)
         conservative = F.conservative_loss(read.excess, mask, count=count)
-        share = 1.0 if count is None else float(mask.sum()) / count
+        share = float(mask.sum()) / count
         shares = {
             "td_loss": float(td.detach()),
             "conservative_loss": float(conservative.detach()),

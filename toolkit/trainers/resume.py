@@ -161,7 +161,7 @@ class ResumableTrainer(BestOfSaved):
             self.args.eval_on_start = evaluates_first
             self.remove_callback(guard)
 
-    def _check_not_past(self, checkpoint: Path, step: int, length: int, *, field: str = "max_steps") -> None:
+    def _check_not_past(self, checkpoint: Path, step: int, length: int, *, field: str) -> None:
         if length < step:
             wrong = f"{checkpoint} has {step} steps behind it, and the run is to have {length}."
             remedy = "Take an earlier checkpoint, or make the run longer."
@@ -267,9 +267,15 @@ class ResumableTrainer(BestOfSaved):
         """
         self._check_equal()
         self.store_flos()
+        best = self.state.best_model_checkpoint
         self._note_best()
-        with phases.phase("save"):
-            folder = processes.by_main(self._write_checkpoint)
+        try:
+            with phases.phase("save"):
+                folder = processes.by_main(self._write_checkpoint)
+        except BaseException:  # a full disk, after which it may go on
+            if not self._folder_of(self.state.global_step).is_dir():
+                self.state.best_model_checkpoint = best
+            raise
         self._goes_on_from, self._saved_at = None, self.state.global_step
         return folder
 
@@ -406,7 +412,7 @@ class ResumableTrainer(BestOfSaved):
         self.restore_optimizer(checkpoint)
 
     def restore_optimizer(self, checkpoint: Path) -> None:
-        """As `load_optimizer`, of a checkpoint that has been checked; a CheckpointError if its shapes do not fit."""
+        """As `load_optimizer`, of a checkpoint that has been checked; a CheckpointError if it is of other groups."""
         state = self._restoring
         try:
             self.optimizer.load_state_dict(state["optimizer"])

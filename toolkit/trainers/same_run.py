@@ -161,7 +161,7 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
         wrong = f"was written on other training data ({rows}), so its place in them means nothing."
         remedy = "Restore the data, or start anew."
-    elif then["base"] != now["base"] and then["dtype"] == now["dtype"]:
+    elif is_another_base(then, now):
         wrong = "was written on a base with other weights: its adapters mean nothing on this one."
         remedy = "Restore the base, or start anew."
     if wrong:

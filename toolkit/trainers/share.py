@@ -93,12 +93,11 @@ class DividedSteps(TrainerHooks):
     share: float = 1.0
     """Of the rows of the micro-batch, those that a loss is being computed of."""
     _step: _Step | None = None
-    _rows_of_step: int | None = None  # None before a run has drawn any
+    _of_step: Sequence[dict[str, Any]] = ()  # the micro-batches of the step; none before a run has drawn any
 
-    def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], Any]:
-        """As in `Trainer`: the micro-batches of the next optimizer step, whose rows are counted."""
+    def get_batch_samples(self, *arguments: Any) -> tuple[list[dict[str, Any]], Any]:
         micro_batches, items = super().get_batch_samples(*arguments)
-        self._rows_of_step = sum(map(self.rows_of, micro_batches))
+        self._of_step = micro_batches
         return micro_batches, items
 
     def rows_of(self, inputs: dict[str, Any]) -> int:
@@ -171,7 +170,7 @@ class DividedSteps(TrainerHooks):
     ) -> tuple[Tensor, _Part]:
         """Forward and backward of some rows of a micro-batch: their share of the loss of a step."""
         of_step, number = self.current_gradient_accumulation_steps, self.rows_of(inputs)
-        rows_of_step = self._rows_of_step or of_step * number  # the last micro-batch of a pass may be smaller
+        rows_of_step = sum(map(self.rows_of, self._of_step)) or of_step * number  # the last one may be smaller
         trained = [p for p in model.parameters() if p.requires_grad] if self._may_run_out else []
         gradients = [_copy(p.grad) for p in trained]
 
