@@ -57,7 +57,8 @@ measured."""
 LENGTHS = ("even", "uneven")
 PACKED = "uneven, packed"
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
-_OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score", "update": "update"}
+_OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score"}
+_OF_PLAN |= {"update": "update", "optimizer": "update"}
 
 
 @dataclass(frozen=True)
@@ -205,14 +206,12 @@ def _foreseen(given: Settings, work: Work, *, value: str, **form: Any) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         _, args = _job(given, work, Path(folder), value=value, **form)
     lengths = Lengths(given.prompt_length, given.size.response_length)
-    static, phases = planned(given.llama, args, lengths, value=value, weights="nf4", names=_OF_PLAN)
-    peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}
-    found = {"planned_gb": {name: peak / 1e9 for name, peak in peaks.items()}}
+    plan = planned(given.llama, args, lengths, value=value, weights="nf4", names=_OF_PLAN)
+    found = {"planned_gb": {name: peak / 1e9 for name, peak in plan.peaks.items()}}
     device = here() if given.device.type == "cuda" else this_cpu()
     if not isinstance(device, Device):
         return found
-    seconds = {name: sum(part.seconds(device) for part in parts) for name, parts in phases.items()}
-    return found | {"planned_seconds": seconds}
+    return found | {"planned_seconds": plan.seconds(device)}
 
 
 def run(

@@ -30,7 +30,7 @@ from trl import SFTConfig
 
 from benchmarks.contenders import add_roles, our_loop, ppo_config
 from benchmarks.gpu import random_work
-from benchmarks.planned import planned, static_bytes, without_numbers
+from benchmarks.planned import Planned, planned, static_bytes, without_numbers
 from benchmarks.random_llama import TINY, id_tokenizer, random_llama
 from benchmarks.records import fill_file, markdown, new_result, where
 from benchmarks.run import about_cpu
@@ -45,7 +45,14 @@ from toolkit.trainers.reward import RewardConfig, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
 PHASES = ("rollout", "score", "step")
-_OF_PHASE = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "step", "update": "step"}
+_OF_PHASE = {
+    "prefill": "rollout",
+    "decode": "rollout",
+    "score": "score",
+    "read": "step",
+    "update": "step",
+    "optimizer": "step",
+}
 LIMIT = 0.1  # of a prediction's error in memory
 ROUNDS = 5
 
@@ -132,12 +139,15 @@ TIMED = tuple(
 
 def predicted(case: Case) -> dict[str, int]:
     """Bytes that are live at the most in each phase, and `static`, those of weights and optimizer, without a weight."""
+    found = _planned(case)
+    return {"static": found.static, **found.peaks}
+
+
+def _planned(case: Case) -> Planned:
     with tempfile.TemporaryDirectory() as folder:
         _, args = case.job(Path(folder))
     lengths = Lengths(case.prompt, case.response)
-    static, phases = planned(case.llama, args, lengths, value=case.value, weights=case.weights, names=_OF_PHASE)
-    peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}
-    return {"static": static, **peaks}
+    return planned(case.llama, args, lengths, value=case.value, weights=case.weights, names=_OF_PHASE)
 
 
 def measured(case: Case) -> dict[str, int]:
@@ -149,11 +159,7 @@ def measured(case: Case) -> dict[str, int]:
 
 def seconds_predicted(case: Case) -> dict[str, float]:
     """Seconds of each phase on this CPU, without a weight."""
-    with tempfile.TemporaryDirectory() as folder:
-        _, args = case.job(Path(folder))
-    lengths, device = Lengths(case.prompt, case.response), this_cpu()
-    _, phases = planned(case.llama, args, lengths, value=case.value, weights=case.weights, names=_OF_PHASE)
-    return {name: sum(part.seconds(device) for part in parts) for name, parts in phases.items()}
+    return _planned(case).seconds(this_cpu())
 
 
 def seconds_measured(case: Case) -> dict[str, float]:

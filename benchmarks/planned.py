@@ -9,7 +9,7 @@ from transformers import LlamaConfig, TrainingArguments
 from benchmarks.contenders import add_roles
 from benchmarks.random_llama import outline
 from benchmarks.start import nf4
-from toolkit.costs import PHASES, Counted, CountedUpdate, Lengths, Phase, optimizer_bytes, take_shape, weight_bytes_of
+from toolkit.costs import Counted, CountedUpdate, Device, Lengths, Phase, optimizer_bytes, take_shape, weight_bytes_of
 from toolkit.models import SharedBase, quantize_outline
 from toolkit.trainers.ppo_config import PPOConfig
 
@@ -19,6 +19,15 @@ class Planned(NamedTuple):
 
     static: int
     phases: dict[str, list[Phase]]
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most bytes that are live in each phase, weights and optimizer and all."""
+        return {name: self.static + max(part.costs.peak for part in parts) for name, parts in self.phases.items()}
+
+    def seconds(self, device: Device) -> dict[str, float]:
+        """Of each phase on a device."""
+        return {name: sum(part.seconds(device) for part in parts) for name, parts in self.phases.items()}
 
 
 def without_numbers(values: dict[str, Any], *, value: str, weights: str) -> SharedBase:
@@ -59,8 +68,7 @@ def planned(
     roles = without_numbers(values, value=value, weights=weights)
     phases: dict[str, list[Phase]] = {name: [] for name in names.values()}
     update = CountedUpdate(Counted(values["vocab_size"]), roles, args, lengths, on_cpu=args.use_cpu)
-    wanted = [name for name in PHASES if name in names or (name == "rollout" and "prefill" in names)]
-    for phase in update.phases(*wanted):
+    for phase in update.phases("rollout", "score", "read", "update"):
         if phase.name in names:
             phases[names[phase.name]].append(phase)
     return Planned(static_bytes(roles, args), phases)

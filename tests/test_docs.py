@@ -157,7 +157,7 @@ def test_the_migration_page_says_what_a_silent_script_has():
 def named_tests(page: str) -> list[tuple[str, str]]:
     """The tests that a page names; all of them exist."""
     text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[a-z_/]+\.py)::(test_[a-z_0-9]+)`", text)
+    named = re.findall(r"`(tests/[a-z_0-9/]+\.py)::(test_[a-z_0-9]+)`", text)
     for path, test in named:
         assert f"def {test}(" in (REPOSITORY / path).read_text(encoding="utf-8"), f"{path}::{test}"
     return named
@@ -179,6 +179,8 @@ def test_every_test_that_the_options_page_names_exists():
     fields = {
         name for row in re.findall(r"^\| (`.+?) \|", text, flags=re.MULTILINE) for name in re.findall(r"`(\w+)", row)
     }
+    for row in (line for line in text.splitlines() if line.startswith("| `")):
+        assert re.fullmatch(r"\|( \S[^|]* \|){3} .*`tests/.* \|", row), row  # what it does, its source, its test
     words = {"k2", "k3", "bootstrap", "prefix_mean"}
     assert fields - words <= owner_fields(STAGE_CLASSES["ppo"]).keys(), fields
     assert declared(STAGE_CLASSES["ppo"]).keys() <= fields, declared(STAGE_CLASSES["ppo"]).keys() - fields

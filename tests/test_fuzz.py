@@ -6,7 +6,10 @@ import time
 import pytest
 
 from tests import fuzz
+from tests.fuzz import files
 from tests.fuzz.cases import Case, judged, make_place, refusal
+from toolkit.data import TASKS
+from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no timer signals and no FIFOs")
@@ -23,6 +26,10 @@ def test_every_case_is_fine_or_refused_in_a_clear_sentence(kind, number, place, 
     ended = list(fuzz.run(place, kind, range(number), seed=7))
     assert [case for case in ended if case[1] in fuzz.BAD] == []
     assert len(ended) == number and {"clear", "fine"} & {ends for _, ends, _ in ended}
+
+
+def test_every_task_that_reads_files_has_rows_here():
+    assert files._SOURCES.keys() == {name for name, task in TASKS.items() if issubclass(task, SourceTask)}
 
 
 def raised(error):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from benchmarks import gpu, table
 from benchmarks.errors import BenchmarkError
+from benchmarks.planned import Planned
 from benchmarks.work import PHASES
 from tests.recorded import graphs_without_a_card
 from tests.tiny_runs import REPOSITORY
@@ -194,7 +195,7 @@ def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
     assert without[4:10] == ["1.00"] * 3 + ["1.00 (3.00)"] * 3
     monkeypatch.setattr(gpu, "here", lambda: 24 * 10**9)
     phases = {"update": [Phase("update", Costs(peak=500_000_000), 1)]}
-    monkeypatch.setattr(gpu, "planned", lambda *arguments, **named: (1_000_000_000, phases))
+    monkeypatch.setattr(gpu, "planned", lambda *arguments, **named: Planned(1_000_000_000, phases))
     given = replace(gpu.settings(small=True), device=torch.device("cuda"))
     monkeypatch.setattr(gpu, "_job", lambda *arguments, **named: (None, None))
     assert gpu._foreseen(given, None, value="shared", **gpu.FORMS[0]) == {"planned_gb": {"update": 1.5}}

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from toolkit.data import Rollout
 from toolkit.errors import ConfigError, RewardError, ToolkitError
-from toolkit.rewards import KeptRules, Prompts, ScorerContext, score_with, scorer_of
+from toolkit.rewards import KeptRules, Prompts, ScorerContext, WeightedSum, code_digests, score_with, scorer_of
 from toolkit.rewards.rules import plain_words, right_answer, sentiment
 
 
@@ -23,6 +23,14 @@ def test_a_right_answer_is_the_whole_text_and_ended():
         right_answer(rollout("12", answer=[12]))
     with pytest.raises(RewardError, match='the prompts have no column "answer"; present: solution'):
         right_answer(rollout("12", solution=["12"]))
+
+
+def test_a_run_knows_the_rules_that_it_is_scored_by():
+    short, long = ([{"rule": "at_most_words", "number": number}] for number in (5, 9))
+    one, same, other = (code_digests(KeptRules(rules)) for rules in (short, [dict(short[0])], long))
+    assert one == same and one.keys() == other.keys() == {"the rules"} and one != other
+    both = code_digests(WeightedSum({"a": KeptRules(short), "b": KeptRules(long)}, {"a": 1.0, "b": 1.0}))
+    assert both == {**one, "the rules of b": other["the rules"]}
 
 
 def test_sentiment_counts_different_words_up_to_three():

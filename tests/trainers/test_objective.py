@@ -302,6 +302,9 @@ def test_short_responses_are_punished(tmp_path):
     assert experience.shaped_scores.tolist() == [1.0, -2.0, 0.5, -2.0]  # lengths 3, 6 (cut), 4 and 2
     stats = ours.step({}, rollout(RESPONSES), SCORES)
     assert stats["length"] == 15 / 4 and "dropped_responses" not in stats  # punished, and learnt from
+    alone, experience = prepared(tmp_path / "alone", short_response_penalty=4.0, min_response_length=3)
+    assert experience.shaped_scores.tolist() == [1.0, -1.0, 0.5, -2.0]
+    assert alone.step({}, rollout(RESPONSES), SCORES)["shaped_score"] == pytest.approx(-0.375)
 
 
 def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):

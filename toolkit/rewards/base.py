@@ -245,7 +245,8 @@ def _cell_of(part: Any) -> str:
 
 def code_digests(reward: Any) -> dict[str, str]:
     """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in, or of its lines in a
-    notebook's cell; and of a frozen model by which it scores, of the first numbers of its weights."""
+    notebook's cell; and what a callback of ours gives as its `scoring_digests`: of the first numbers of a frozen
+    model's weights, of rules."""
     own = getattr(reward, "parts", None)  # of a `WeightedSum`; one of a user's can be anything
     named = {"": reward, **(own if isinstance(own, dict) and all(map(callable, own.values())) else {})}
     files = sorted({path for path in map(_file_of, named.values()) if path is not None})
@@ -256,8 +257,9 @@ def code_digests(reward: Any) -> dict[str, str]:
     for name, part in named.items():
         if text := _cell_of(part):
             texts[f"{name} in a cell".lstrip()] = hashlib.sha256(text.encode()).hexdigest()
-        if hasattr(type(part), "digest_of_weights"):  # not of the object: what a user's has may be anything
-            texts |= part.digest_of_weights()
+        if hasattr(type(part), "scoring_digests"):  # not of the object: what a user's has may be anything
+            found = part.scoring_digests()
+            texts |= {key if key not in texts else f"{key} of {name}": text for key, text in found.items()}
     return texts
 
 

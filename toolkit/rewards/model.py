@@ -70,7 +70,7 @@ class RewardModel(TextScorer):
     def portion(self) -> Portion:
         return Portion("the reward's batch size", self.batch_size)
 
-    def digest_of_weights(self) -> dict[str, str]:
+    def scoring_digests(self) -> dict[str, str]:
         """SHA-256 of the first numbers of each weight that is not quantised, by the model's name and precision."""
         kept = (p for p in self.model.parameters() if p.is_floating_point() and not hasattr(p, "quant_state"))
         dtype = str(self.model.dtype).removeprefix("torch.")

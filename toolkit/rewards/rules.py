@@ -1,8 +1,10 @@
 """Rules that a program can check as a reward callback, and the functions that shipped recipes name."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, ClassVar
 
 from toolkit.data import Rollout, check_rules, share_kept
@@ -79,6 +81,10 @@ class KeptRules:
         if rules:
             check_rules(rules, "rules")
         self.rules, self.column = list(rules), column
+
+    def scoring_digests(self) -> dict[str, str]:
+        """Of its own rules: with others the scores of a run that goes on would be another reward's."""
+        return {"the rules": sha256(json.dumps([self.rules, self.column], sort_keys=True).encode()).hexdigest()}
 
     def __call__(self, rollout: Rollout) -> list[float]:
         of_rows: Sequence[Any] = [()] * len(rollout)

@@ -110,7 +110,7 @@ class WeightedSum:
         with within("weights"):
             return check_scores(weighted_scores(list(scores.values()), [*weights.values()]), rollout)
 
-    def digest_of_weights(self) -> dict[str, str]:
+    def scoring_digests(self) -> dict[str, str]:
         """SHA-256 of the mean scores from which a spread is measured; nothing without one."""
         text = json.dumps(self._levels, sort_keys=True)
         return {LEVELS: hashlib.sha256(text.encode()).hexdigest()} if self._levels else {}

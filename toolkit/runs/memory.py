@@ -69,7 +69,7 @@ def _limits(recipe: Recipe, stage: str) -> list[str]:
     if stage == "q" and section == "data":
         return ["collect.response_length"]
     known = owner_fields(TASKS[recipe.values[section]["task"]])
-    limits = ("max_prompt_length",) if stage == "ppo" else ("max_prompt_length", "max_response_length")
+    limits = ["max_prompt_length"] if stage == "ppo" else ["max_prompt_length", "max_response_length", "max_length"]
     return own + [f"{section}.{name}" for name in limits if name in known] or ["those of the data"]
 
 

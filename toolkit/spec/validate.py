@@ -192,12 +192,14 @@ def _section_hint(key: str) -> str:
     """Where a key belongs that stands beside the sections, or the section that was meant."""
     if key in _ARGUMENTS:
         return f"It is an argument of the command: {_ARGUMENTS[key]}."
-    owners = {**PLAIN_SECTIONS, **STAGE_CLASSES, "data": TASKS["preferences"]}
+    owners = {**PLAIN_SECTIONS, **STAGE_CLASSES}
     if key in OF_NO_RECIPE:
         why = OF_NO_RECIPE[key]
         return f"It is not a recipe key: {why.wrong} {why.remedy}"
     refused = {section: {"tokenizer", *WITHOUT_EFFECT.get(section, ())} for section in owners}
     homes = [section for section, owner in owners.items() if key in owner_fields(owner).keys() - refused[section]]
+    if key != "tokenizer" and any(key in owner_fields(task) for task in TASKS.values()):
+        homes.append("data")
     if any(key in _scorer_fields(owner, part=False) for owner in SCORERS.values()):
         homes.append("scorer")
     if homes:
