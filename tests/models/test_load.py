@@ -535,6 +535,9 @@ def test_a_classifier_s_head_is_never_put_into_4_bits(checkpoint, tmp_path):
     """transformers keeps it only where no list of modules to skip is given, as a checkpoint's settings have one."""
     skips = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"])
     load_base(str(checkpoint), quantization=skips).save_pretrained(folder := tmp_path / "bnb-4bit")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["llm_int8_skip_modules"] = ["lm_head"]  # as other tools save it
+    (folder / "config.json").write_text(json.dumps(config))
     for spec in (ModelSpec(str(checkpoint), quantization=skips), ModelSpec(str(folder))):
         for make in (load_model, outlined):
             model = make(spec, "sequence_classifier", num_labels=1)
