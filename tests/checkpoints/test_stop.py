@@ -33,6 +33,15 @@ def test_a_second_ctrl_c_ends_it_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_one_ctrl_c_may_reach_a_stage_behind_the_sigterm_that_its_command_passes_on():
+    with stop_requests(lambda: "step 3 is finished.") as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.received == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_outside_the_main_thread_nothing_is_changed():
     seen = []
 

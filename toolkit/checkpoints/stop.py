@@ -76,11 +76,14 @@ def stop_requests(meets: Callable[[], str]) -> Iterator[StopRequest]:
 
     That it was noted is said in the moment, with what `meets` says will be done, since that may be long in coming.
     """
-    request = StopRequest()
+    request, interrupted = StopRequest(), False
 
     def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and request.received is not None:
+        nonlocal interrupted
+        if number == signal.SIGINT and interrupted:
             raise KeyboardInterrupt
+        # After another signal the first Ctrl-C may be the same stop, which a command has passed on to its stage.
+        interrupted = interrupted or number == signal.SIGINT
         if request.received is None:
             request.received = signal.Signals(number)
             name = "Ctrl-C" if number == signal.SIGINT else request.received.name
