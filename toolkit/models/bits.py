@@ -59,8 +59,8 @@ def quantising_told() -> Iterator[None]:
 
 
 def sparing_heads(quantization: BitsAndBytesConfig) -> BitsAndBytesConfig:
-    """The same, of which no list leaves out a classifier's head: transformers keeps that whole where no module is
-    named, and puts it into 4 bits beside those that are."""
+    """The same, with a classifier's head among the modules that it names to skip, where it names any: transformers
+    leaves the head whole by itself only where none is named."""
     if quantization.llm_int8_skip_modules is not None:
         named = dict.fromkeys([*quantization.llm_int8_skip_modules, *HEAD_NAMES])
         quantization = copy.copy(quantization)
