@@ -14,7 +14,8 @@ from transformers.utils import chat_template_utils
 
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import TASKS, GivenPrompts, PromptCollator, Prompts, Rollout, doubling, sources
-from toolkit.data.messages import read_prompt
+from toolkit.data.messages import checked_messages, read_prompt
+from toolkit.data.rows import Unusable
 from toolkit.errors import DataError
 
 DATA = Path(__file__).parents[2] / "data"
@@ -678,3 +679,10 @@ def test_a_prompt_with_what_the_template_writes_behind_a_question_is_in_it_alrea
     task = task_of(tmp_path, tokenizer, [{"prompt": "[INST] q [/INST]"}, {"prompt": "[INST"}])
     assert task.prompts("train")["prompt"][:] == ["[INST] [INST [/INST]"]
     assert task.left_out["train"].total() == 1
+
+
+def test_a_speaker_that_is_not_known_is_named_and_a_name_beside_a_role_is_none():
+    turns = [{"from": "human", "value": "What is 2 + 2?"}, {"from": "observation", "value": "4"}]
+    with pytest.raises(Unusable, match='a message from "observation", a speaker that is not known'):
+        checked_messages(turns)
+    assert checked_messages([{"role": "user", "content": "Hi", "from": "Alice"}])[0]["content"] == "Hi"

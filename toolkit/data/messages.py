@@ -53,8 +53,8 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
         raise Unusable("messages that are no list")
     if not value:
         raise Unusable(f"an empty {'response' if answered else 'prompt'}")
-    speakers = [turn["from"] for turn in value if isinstance(turn, dict) and isinstance(turn.get("from"), str)]
-    if odd := [speaker for speaker in speakers if speaker not in _SHAREGPT]:
+    speakers = [turn.get("from") for turn in value if isinstance(turn, dict) and turn.get("role") is None]
+    if odd := [speaker for speaker in speakers if isinstance(speaker, str) and speaker not in _SHAREGPT]:
         raise Unusable(f'a message from "{odd[0]}", a speaker that is not known')
     messages = []
     for message in value:
