@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from toolkit.inference.generate import converse, generate, generate_best, prompt
 from toolkit.inference.judge import judge
 from toolkit.inference.saved_run import open_run, trained_sampler
 from toolkit.models import SharedBase
+from toolkit.reports import read_jsonl
 from toolkit.sampling import Sampler, best_of
 
 
@@ -255,9 +257,27 @@ def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_pa
         prompts_of(recipe, (), path, 5)
 
 
-def test_a_setting_is_no_prompt(trained):
+def test_a_setting_is_no_prompt(trained, tmp_path):
+    """Of a run whose base has moved it is the way to use it; one of training would have no effect."""
     said = command_here("generate", "chat", "ppo.temperature=0.5", cwd=trained[0]).stderr
-    assert '"ppo.temperature=0.5" is a setting, and generate takes prompts. Options say how responses are' in said
+    assert '"ppo.temperature=0.5" is a setting of training, which is done. Options say how responses are' in said
+    shutil.copytree(trained[1].base_path, moved := tmp_path / "another place")
+    file, now = tmp_path / "out.jsonl", f"base.model={moved}"
+    done = command_here("generate", "chat", "Why?", now, "--max-new-tokens", 3, "--output", file, cwd=trained[0])
+    assert done.returncode == 0 and [row["prompt"] for row in read_jsonl(file)] == ["Why?"], done.stderr
+    said = command_here("export", "chat", tmp_path / "out", "base.model=/nowhere/at/all", cwd=trained[0]).stderr
+    assert "base.model" in said and "there is no such folder" in said
+    said = command_here("chat", "chat", "ppo.temperature=0.5", cwd=trained[0]).stderr
+    assert "is a setting of training" in said
+
+
+def test_the_best_of_one_is_sampled_and_scored(trained, tmp_path):
+    """As the best of more is: the beginning of a curve."""
+    file = tmp_path / "out.jsonl"
+    done = command_here("generate", "chat", "--number", 1, "--num-samples", 1, "--output", file, cwd=trained[0])
+    assert done.returncode == 0, done.stderr
+    (row,) = read_jsonl(file)
+    assert len(row["candidates"]) == 1 and row["score"] == row["candidates"][0]["score"]
 
 
 @pytest.mark.parametrize("respond_to", [generate, partial(generate_best, num_samples=2)], ids=["one", "the best"])
@@ -465,7 +485,7 @@ SHORTER = ("ppo.response_length=3", "ppo.min_response_length=1", "ppo.drop_short
             {
                 "open_run": (("run", "ppo.temperature=0.5", *SHORTER), {"runs_dir": Path("runs")}),
                 "generate_best": (("open_run",), {
-                    "num_samples": 4, "texts": (), "file": None, "number": 5, "seed": 7, "output": None,
+                    "num_samples": 4, "texts": [], "file": None, "number": 5, "seed": 7, "output": None,
                 }),
             },
         ),

@@ -2,27 +2,23 @@
 
 import json
 import shutil
-import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import one_hot
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny_runs import chat_recipe, command_here
-from toolkit.errors import AdapterError, ModelError, RecipeError, ToolkitError
+from toolkit.errors import AdapterError, RecipeError, ToolkitError
 from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
+from toolkit.inference.export import export_adapter, export_merged
 from toolkit.inference.generate import converse, generate, generate_best, respond
-from toolkit.inference.saved_run import export_adapter, export_merged, open_run, policy_folder, trained_sampler
-from toolkit.models import load_base, merge_adapter
+from toolkit.inference.saved_run import open_run, policy_folder, trained_sampler
+from toolkit.models import load_base
 from toolkit.runs import stages
 from toolkit.trainers.same_run import of_base
 
@@ -162,137 +158,6 @@ def test_logits_in_the_run_s_own_precision_are_those_of_plain_peft(trained):
     assert error < 0.1 * effect
 
 
-@pytest.mark.smoke
-def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
-    folder, recipe = trained
-    done = command_here("export", "chat", tmp_path / "adapter", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    merged = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
-    assert merged.returncode == 0 and "the logits differ" in merged.stdout, merged.stderr
-    for name in ("adapter", "merged"):
-        assert len(AutoTokenizer.from_pretrained(tmp_path / name)) == len(recipe.tokenizer)
-    dtype = getattr(torch, recipe.base.dtype)
-    base = AutoModelForCausalLM.from_pretrained(recipe.base_path, dtype=dtype)
-    base_weights = {name: value.clone() for name, value in base.state_dict().items()}
-    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert whole.dtype is dtype and not hasattr(whole.config, "quantization_config")
-    merged_weights, changed = whole.state_dict(), 0
-    for name, module in adapted.named_modules():
-        if hasattr(module, "lora_A"):
-            apart, delta = module.get_base_layer().weight.float(), module.get_delta_weight("default").float()
-            weight = merged_weights.pop(f"{name.removeprefix('base_model.model.')}.weight").float()
-            # In weights and not in logits, which at some token of a random model hang on the last bit of one.
-            assert bool(((weight - apart - delta).abs() <= 2**-7 * (apart.abs() + delta.abs())).all()), name
-            changed += bool((weight != apart).any())
-    assert changed == 2 * 7
-    assert all(torch.equal(value, base_weights[name]) for name, value in merged_weights.items())
-    assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
-    readable = [(tmp_path / name).stat().st_mode & 0o777 for name in (
-        "adapter/adapter_model.safetensors", "merged/model.safetensors", "adapter/adapter_config.json"
-    )]  # fmt: skip
-    assert len(set(readable)) == 1  # the weights by whom all else may be read
-    again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
-    assert again.returncode == 1 and "is not empty. Name a new folder." in again.stderr
-
-
-def test_an_exported_adapter_names_the_base_that_is_here(trained, tmp_path, monkeypatch):
-    """And not where it was when the run was trained."""
-    _, recipe = trained
-    shutil.copytree(recipe.base_path, tmp_path / "base")
-    monkeypatch.chdir(tmp_path)
-    moved = open_run("chat", "base.model=base", runs_dir=recipe.runs_dir)
-    exported = json.loads((export_adapter(moved, tmp_path / "adapter") / "adapter_config.json").read_text())
-    config = json.loads((policy_folder(recipe) / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == recipe.base_path
-    assert exported == {**config, "base_model_name_or_path": str(tmp_path / "base")}
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (None, "on the quantised base, at"),
-        (AdapterError("there is no folder warm"), "base says is not known: there is no folder warm"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "base says is not known: the card's memory does not suffice"),
-    ],
-    ids=["held", "no adapter", "no memory"],
-)
-def test_a_base_that_a_card_does_not_hold_whole_is_merged_on_the_cpu(error, said, trained, tmp_path, monkeypatch):
-    """And it is gone before the one in 4 bits is loaded, without which the checkpoint is as good."""
-    recipe, held, load, open_trained = trained[1], [], saved_run.load_base, saved_run.trained_sampler
-
-    def too_small(model, *, device, **settings):
-        if device is None:  # the card, where there is one
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        held.append(weakref.ref(made := load(model, device=device, **settings)))
-        return made
-
-    def beside(recipe, **settings):
-        assert held[0]() is None
-        if error is not None:
-            raise error
-        return open_trained(recipe, **settings)
-
-    monkeypatch.setattr(saved_run, "load_base", too_small)
-    monkeypatch.setattr(saved_run, "trained_sampler", beside)
-    monkeypatch.setattr("toolkit.spec.recipe.Recipe.quantization", lambda recipe: "not None")
-    folder, told = export_merged(recipe, tmp_path / "out")
-    assert (folder / "model.safetensors").is_file() and said in told
-
-
-def test_a_merged_checkpoint_has_the_generation_settings_of_its_base(trained, tmp_path, monkeypatch):
-    """Where transformers refuses to save them, too; and no more of the text is read than the base has positions for."""
-    folder, recipe = trained
-    shutil.copytree(recipe.base_path, tmp_path / "base")
-    (settings := tmp_path / "base" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
-    save = GenerationConfig.save_pretrained
-
-    def strict(self, *arguments, **named):  # as in transformers 5.17
-        self.validate(strict=True)
-        save(self, *arguments, **named)
-
-    monkeypatch.setattr(GenerationConfig, "save_pretrained", strict)
-    monkeypatch.setattr("toolkit.inference.saved_run.positions_of", lambda config: 20)
-    opened = open_run("chat", f"base.model={settings.parent}", "base.quantization=null", runs_dir=folder / "runs")
-    merged, told = export_merged(opened, tmp_path / "out")
-    assert "over 20 tokens of held-out prompts" in told
-    saved = json.loads((merged / "generation_config.json").read_text())
-    saved.pop("transformers_version")
-    assert saved == json.loads(settings.read_text())
-
-
-def test_the_agreement_with_the_quantised_base_is_the_share_of_equal_tokens(monkeypatch):
-    class Roles:
-        device = torch.device("cpu")
-
-        def __call__(self, *, input_ids):
-            assert input_ids.tolist() == [[5, 6, 7, 8]]
-            return SimpleNamespace(logits=one_hot(torch.tensor([[1, 2, 3, 9]]), 10))
-
-        role = staticmethod(nullcontext)
-        autocast = nullcontext
-
-    monkeypatch.setattr(saved_run, "trained_sampler", lambda *_, **__: SimpleNamespace(roles=Roles()))
-    assert saved_run._agreement_on_quantised(None, [5, 6, 7, 8], torch.tensor([[1, 2, 3, 4]])) == 0.75
-
-
-def test_nothing_is_merged_into_four_bits(trained):
-    _, recipe = trained
-    base = load_base(recipe.base_path, quantization=recipe.quantization())
-    with pytest.raises(AdapterError, match="never merged into a quantised base. Export the adapter alone, or"):
-        merge_adapter(base, policy_folder(recipe), torch.tensor([[3, 4, 5]]))
-
-
-def test_the_difference_of_a_merge_is_measured(trained):
-    _, recipe = trained
-    base = load_base(recipe.base_path, dtype="float32")
-    merged = merge_adapter(base, policy_folder(recipe), torch.tensor([[3, 4, 5, 6]]))
-    assert merged.largest < 1e-4 * merged.scale and merged.agreement == 1.0
-    with torch.no_grad():
-        logits = merged.model(input_ids=torch.tensor([[3, 4, 5, 6]])).logits
-    assert float(logits.abs().max()) == pytest.approx(merged.scale, rel=1e-3)
-
-
 # ---------------------------------------------------------------------- damaged, or not to be written
 
 
@@ -339,7 +204,7 @@ def test_a_policy_whose_weights_are_damaged_or_no_numbers_is_not_exported(traine
 def test_where_nothing_can_be_written_is_said_before_anything_is_loaded(trained, tmp_path, monkeypatch):
     recipe = trained[1]
     monkeypatch.setattr("toolkit.runs.build.placed_roles", lambda *_, **__: pytest.fail("it was loaded"))
-    monkeypatch.setattr("toolkit.inference.saved_run.load_base", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("toolkit.inference.export.load_base", lambda *_, **__: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("mine")
     for export in (export_adapter, export_merged):
         with pytest.raises(ToolkitError, match=r"file: cannot be written \(File exists\)"):
@@ -405,36 +270,3 @@ def test_a_run_is_used_where_what_training_needed_is_not(trained, tmp_path, monk
     lines = iter(["/compare", "Hi", "/quit"])
     converse(opened, sampler, read=lambda _: next(lines), write=shown.append)
     assert shown.count("[reference]") == 1
-
-
-def test_tokenizer_and_merge_are_of_the_revision_that_the_recipe_names(trained, tmp_path, monkeypatch):
-    recipe, own, asked = trained[1], trained[1].tokenizer, []
-
-    def tokenizer(_, **named):
-        asked.append(named)
-        return own
-
-    def base(_, *, device, dtype, **named):
-        asked.append(named)
-        raise ModelError("enough")
-
-    monkeypatch.setattr("toolkit.spec.recipe.load_tokenizer", tokenizer)
-    monkeypatch.setattr(saved_run, "load_base", base)
-    named = {"revision": "abc", "trust_remote_code": True}
-    of_hub = replace(recipe, values={**recipe.values, "base": {**recipe.values["base"], **named}})
-    with pytest.raises(ModelError, match="enough"):
-        export_merged(of_hub, tmp_path / "out")
-    assert asked == [named, named]
-
-
-def test_an_export_that_fails_leaves_the_folder_empty(trained, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    recipe = trained[1]
-    for export, name in ((export_adapter, "adapter"), (export_merged, "merged")):
-        with monkeypatch.context() as patch, pytest.raises(ToolkitError, match="No space left on device"):
-            patch.setattr(type(recipe.tokenizer), "save_pretrained", full)
-            export(recipe, tmp_path / name)
-        assert not any((tmp_path / name).iterdir())
-        export(recipe, tmp_path / name)

@@ -145,6 +145,8 @@ def test_three_mistakes_one_error(tmp_path):
         ({"system": "Be brief."}, "system — no such section. It is a key of data: write data.system."),
         ({"train_size": 8}, "train_size — no such section. It is a key of data: write data.train_size."),
         ({"RUN": "mine"}, "RUN — no such section. It is an argument of the command: --run name."),
+        ({"run": "mine"}, "run — no such section. It is an argument of the command: --run name."),
+        ({"from_run": "a"}, "from_run — no such section. It is an argument of the command: --from-run name."),
         ({"ppo": {"target_kl": 0.1}}, "Did you mean update_kl_limit? It is the limit itself, 1.5 × target_kl."),
         ({"ppo": {"lr": 0.1}}, "has no such field. Did you mean learning_rate?"),
         ({"ppo": {"learning_rate": -1e-4}}, "ppo.learning_rate — must be 0 or more, got -0.0001."),

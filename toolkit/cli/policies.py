@@ -14,8 +14,18 @@ from toolkit.errors import RecipeError
 MaxNewTokens = Annotated[
     int | None, typer.Option(help="Most tokens of an answer; the recipe's response_length if not given.", min=1)
 ]
-_SETTING = re.compile(r"(base|(sft_|reward_|q_)?data|scorer|judge|start|sft|reward|ppo|collect|q)(\.\w+)+=\S*")
+_SETTING = re.compile(r"(base|(sft_|reward_|q_)?data|scorer|judge|start|sft|reward|ppo|collect|q)(\.\w+)+=.*")
+_OF_TRAINING = re.compile(r"(sft|reward|ppo|collect|q)\.")
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**32 - 1)]
+
+
+def _of_use(overrides: list[str] | None) -> list[str]:
+    """Keys for a command that does not train; an error where one is of a stage, which would have no effect."""
+    for word in overrides or ():
+        if _OF_TRAINING.match(word):
+            wrong = f'"{word}" is a setting of training, which is done.'
+            raise RecipeError(wrong, remedy="Options say how responses are made (--help).")
+    return overrides or []
 
 
 def _temperature(value: float | None) -> float | None:
@@ -30,7 +40,12 @@ Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's a
 @command('toolkit generate doubling "S小写:5487x2=" --compare')
 def generate(
     run: RunName,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts as text.", metavar="[PROMPT]...")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='Prompts as text, and recipe keys, e.g. "base.model=/new/place".', metavar="[PROMPT]... [KEY=VALUE]..."
+        ),
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts in any format of the data section.")] = None,
     number: Annotated[int, typer.Option(help="How many held-out prompts to answer if none are given.", min=1)] = 5,
     compare: Compare = False,
@@ -45,33 +60,30 @@ def generate(
     ] = None,
     seed: Seed = 0,
     num_samples: Annotated[
-        int, typer.Option(help="Sample so many answers and keep the best by the run's reward.", min=1, max=10_000)
-    ] = 1,
+        int | None,
+        typer.Option(help="Sample so many answers and keep the best by the run's reward.", min=1, max=10_000),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write all answers as JSON Lines.")] = None,
     runs_dir: RunsDir = Path("runs"),
     processes: Processes = 1,
 ) -> None:
     """Answer prompts with a trained policy: those given, those of a file, or the first held-out ones."""
-    for text in prompts or ():
-        if _SETTING.fullmatch(text):
-            wrong = f'"{text}" is a setting, and generate takes prompts.'
-            raise RecipeError(
-                wrong, remedy="Options say how responses are made (--help); such a prompt can be in a --file."
-            )
+    overrides = _of_use([word for word in words or () if _SETTING.fullmatch(word)])  # --file takes it as a prompt
+    prompts = [word for word in words or () if word not in overrides]
     join(processes)
     from toolkit.inference import generate
     from toolkit.inference.saved_run import open_run
 
-    asked: dict[str, Any] = {"texts": prompts or (), "file": file, "number": number, "seed": seed, "output": output}
-    if num_samples == 1:
-        recipe = open_run(run, runs_dir=runs_dir, by_q=True)
+    asked: dict[str, Any] = {"texts": prompts, "file": file, "number": number, "seed": seed, "output": output}
+    if num_samples is None:
+        recipe = open_run(run, *overrides, runs_dir=runs_dir, by_q=True)
         asked |= {"compare": compare, "max_new_tokens": max_new_tokens, "temperature": temperature}
         generate.generate(recipe, **asked)
         return
     if temperature == 0 or compare:
         raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
     changes = {"temperature": temperature, "response_length": max_new_tokens}
-    overrides = [f"ppo.{key}={value}" for key, value in changes.items() if value is not None]
+    overrides += [f"ppo.{key}={value}" for key, value in changes.items() if value is not None]
     if max_new_tokens is not None:  # which may be below a minimum that is for training alone
         overrides += ["ppo.min_response_length=1", "ppo.drop_short_responses=false", "ppo.short_response_penalty=null"]
     generate.generate_best(open_run(run, *overrides, runs_dir=runs_dir), num_samples=num_samples, **asked)
@@ -80,6 +92,7 @@ def generate(
 @command("toolkit chat smollm2_135m_lora --compare --temperature 0.7")
 def chat(
     run: RunName,
+    overrides: Overrides = None,
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
@@ -99,7 +112,7 @@ def chat(
     from toolkit.inference.generate import converse
     from toolkit.inference.saved_run import open_run, trained_sampler
 
-    recipe = open_run(run, runs_dir=runs_dir, by_q=True)
+    recipe = open_run(run, *_of_use(overrides), runs_dir=runs_dir, by_q=True)
     sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature, compare=compare)
     set_seed(seed)
     converse(recipe, sampler, compare=compare)
@@ -158,13 +171,15 @@ def judge(
 def export(
     run: RunName,
     output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    overrides: Overrides = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base, unquantised.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in base.dtype."""
-    from toolkit.inference.saved_run import export_adapter, export_merged, open_run
+    from toolkit.inference.export import export_adapter, export_merged
+    from toolkit.inference.saved_run import open_run
 
-    recipe = open_run(run, runs_dir=runs_dir)
+    recipe = open_run(run, *_of_use(overrides), runs_dir=runs_dir)
     if merge:
         folder, said = export_merged(recipe, output)
         print(said)

@@ -1,17 +1,14 @@
 """A trained run, opened again: its recipe, what it has trained as something that responds, and that exported."""
 
 import os
-import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import (
-    GENERATION_CONFIG_NAME,
     is_flash_attn_2_available,
     is_flash_attn_3_available,
     is_flash_attn_4_available,
@@ -22,9 +19,7 @@ from transformers.utils import (
 
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
-from toolkit.disk import as_the_umask_says, copy_contents, writing
-from toolkit.errors import DataError, RecipeError, ToolkitError, within
-from toolkit.models import Merged, load_base, merge_adapter, name_base, positions_of, read_tensors, resolved
+from toolkit.errors import RecipeError, ToolkitError, within
 from toolkit.reports import read_json, read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
@@ -203,119 +198,3 @@ def place_reference(recipe: Recipe, sampler: Sampler) -> None:
         if source.role == "reference":
             with within(source.key):
                 source.place(sampler.roles, build.site(recipe))
-
-
-def _empty(output: Path) -> Path:
-    """A folder to export to, which can be written: a merged model would be lost after minutes."""
-    if output.is_dir() and any(output.iterdir()):
-        raise ToolkitError(f"{output} is not empty.", remedy="Name a new folder.")
-    with writing(output):
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output) as file:
-            file.write(b" ")
-    return output
-
-
-@contextmanager
-def _filling(folder: Path) -> Iterator[None]:
-    """Inside, an empty folder is written; it is empty again where that fails."""
-    try:
-        with writing(folder):
-            yield
-    except BaseException:
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        raise
-
-
-def export_adapter(recipe: Recipe, output: str | Path) -> Path:
-    """Copy the policy's adapter with the tokenizer into an empty folder: a PEFT folder for whoever has the base.
-
-    It names the base that the run has here, a folder by its whole path.
-    """
-    folder, policy, base = _empty(Path(output)), policy_folder(recipe), Path(recipe.base_path).expanduser()
-    read_tensors(policy)
-    with _filling(folder):
-        copy_contents(policy, folder)
-        name_base(folder, str(base.resolve()) if base.is_dir() else recipe.base_path)
-        recipe.tokenizer.save_pretrained(folder)
-    return folder
-
-
-def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
-    """Write the policy into an empty folder: its adapter merged into the base in `base.dtype`, unquantised.
-
-    Returns:
-        The folder, and a sentence on how far the merged logits are from those of base and adapter apart, and of the
-        policy on the quantised base on which it was trained, if that can be had here.
-
-    Raises:
-        AdapterError: merged, the adapter gives another model.
-    """
-    folder, policy, dtype = _empty(Path(output)), policy_folder(recipe), resolved(recipe.base.dtype)
-    read_tensors(policy)
-    try:
-        probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
-        of = "tokens of held-out prompts"
-    except DataError:  # whose file need not be where a run is used
-        known = sorted(recipe.tokenizer.get_vocab().values())
-        probe = known[:: max(1, len(known) // _POSITIONS)][:_POSITIONS]
-        of = "tokens of the vocabulary, since the data cannot be read here,"
-    merged = None
-    with suppress(torch.OutOfMemoryError):  # a card that holds the base in 4 bits need not hold it whole
-        merged = _merged(recipe, policy, dtype, probe)
-    if merged is None:
-        merged = _merged(recipe, policy, dtype, probe, device=torch.device("cpu"))
-    with _filling(folder):
-        _save(merged.model, folder)
-        recipe.tokenizer.save_pretrained(folder)
-    likeliest = merged.logits.argmax(-1).cpu()
-    probe = probe[: likeliest.shape[1]]
-    told = (
-        f"merged in {dtype}: over {len(probe)} {of} the logits differ from those of the base with "
-        f"its adapter unmerged by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most "
-        f"likely token is the same at {merged.agreement:.1%} of them"
-    )
-    del merged  # before the base comes in 4 bits
-    if recipe.quantization() is not None:
-        try:
-            agreement = f"{_agreement_on_quantised(recipe, probe, likeliest):.1%}"
-            told += f"; it is that of the trained policy, on the quantised base, at {agreement}"
-        except (ToolkitError, torch.OutOfMemoryError) as error:  # the checkpoint is written, and whole
-            reason = str(error) if isinstance(error, ToolkitError) else "the card's memory does not suffice for it"
-            told += f"; what the policy on the quantised base says is not known: {reason}"
-    return folder, told
-
-
-def _agreement_on_quantised(recipe: Recipe, probe: list[int], likeliest: torch.Tensor) -> float:
-    """The share of the tokens of `probe` at which the policy as trained has the same likeliest one, int64 (1, L)."""
-    roles = trained_sampler(recipe, compare=False).roles
-    ids = torch.tensor([probe], device=roles.device)
-    with roles.role("policy"), roles.autocast(), torch.no_grad():
-        same = roles(input_ids=ids).logits.argmax(-1).cpu() == likeliest
-    return float(same.float().mean())
-
-
-def _save(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model with its generation settings as they came: transformers 5.17 loads some, as a temperature
-    without `do_sample`, that it refuses to save."""
-    own = model.generation_config
-    if own is not None:
-        model.generation_config = GenerationConfig()
-    model.save_pretrained(folder)
-    if own is not None:
-        own.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
-    as_the_umask_says(folder.iterdir())
-
-
-def _merged(
-    recipe: Recipe, policy: Path, dtype: str, probe: list[int], *, device: torch.device | None = None
-) -> Merged:
-    named = {"revision": recipe.base.revision, "trust_remote_code": recipe.base.trust_remote_code}
-    model = load_base(recipe.base_path, device=device, dtype=dtype, **named)
-    warn_of_another_base(recipe, model)  # of a run in 4 bits when the policy on the quantised base is read
-    ids = torch.tensor([probe[: positions_of(model.config)]], device=model.device)
-    return merge_adapter(model, policy, ids)

@@ -13,6 +13,7 @@ is a value role with a base of its own and `classifier` a reward with one. `adap
 
 from toolkit.models.adapters import (
     ROLE_FILE,
+    adapter_config,
     base_named,
     level_of,
     load_role,
@@ -73,7 +74,13 @@ from toolkit.models.precision import (
     resolved,
     slow_here,
 )
-from toolkit.models.pretrained import check_same_tokenizer, embeddings_needed, load_tokenizer, weight_file_problems
+from toolkit.models.pretrained import (
+    check_same_tokenizer,
+    embeddings_needed,
+    load_tokenizer,
+    save_tokenizer,
+    weight_file_problems,
+)
 from toolkit.models.q_values import (
     LargestQ,
     WeightedByQ,

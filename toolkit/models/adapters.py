@@ -241,8 +241,10 @@ def base_named(folder: Path) -> str | None:
 
 
 def name_base(folder: Path, base_name: str) -> None:
-    """Let a PEFT folder name this base, which PEFT loads for it."""
-    config = {**(read_object(folder / CONFIG_NAME) or {}), "base_model_name_or_path": base_name}
+    """Let a PEFT folder name this base, which PEFT loads for it; the commit of another one is none of this."""
+    config = read_object(folder / CONFIG_NAME) or {}
+    if config.get("base_model_name_or_path") != base_name:
+        config |= {"base_model_name_or_path": base_name, "revision": None}
     write_whole(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True))
 
 

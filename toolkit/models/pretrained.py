@@ -2,13 +2,16 @@
 
 import json
 import logging
+import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -26,6 +29,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
     "special_tokens*.json",
 )
+_OF_TOKENIZERS = [*_TOKENIZER_FILES, "added_tokens.json"]
 HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 _POINTER = b"version https://git-lfs"
 _READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}
@@ -46,6 +50,31 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, model: str, *, revision: str | None = None
+) -> None:
+    """Write a checkpoint's tokenizer into a folder: as this version of transformers does, with the checkpoint's own
+    files, where it has such, in their place.
+
+    transformers 5 writes neither tokenizer.model, without which llama.cpp converts no Gemma, nor a configuration that
+    transformers 4 reads.
+    """
+    tokenizer.save_pretrained(folder)
+    source = Path(model).expanduser()
+    if not source.is_dir():
+        try:
+            source = Path(snapshot_download(model, revision=revision, allow_patterns=_OF_TOKENIZERS))
+        except (OSError, HfHubHTTPError) as error:  # what the cache lacks, with a hub that cannot be asked for it
+            reason = " ".join(str(error).split())
+            wrong = f'the tokenizer\'s own files of "{model}" cannot be had ({reason}).'
+            warnings.warn(f"{wrong} {folder} has it as transformers 5 alone reads it.", stacklevel=2)
+            return
+    for pattern in _OF_TOKENIZERS:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
 
 
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -68,7 +68,7 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     """
     if getattr(model, "is_quantized", False):
         wrong = "an adapter is never merged into a quantised base."
-        raise AdapterError(wrong, remedy="Export the adapter alone, or load the base in 16 bits.")
+        raise AdapterError(wrong, remedy="Export the adapter alone, or set base.model to the checkpoint in 16 bits.")
     folder = Path(folder)
     with peft_errors():
         adapted = get_peft_model(model, adapter_config(folder)).eval()

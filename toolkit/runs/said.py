@@ -1,6 +1,6 @@
 """What a stage says to a person: sentences, where it runs and what it trains, its figures at the end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit import processes, reports
@@ -47,17 +47,26 @@ def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
     yield f"trains {trained}; writes to {recipe.stage_folder(stage)}"
 
 
+def figures_shown(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Figures before and after, by name, but the signs of a reward that is fooled and single rules."""
+    before, after = result["before"], result["after"]
+    both = {key: (before[key], value) for key, value in after.items() if key in before}
+    return {
+        key: values
+        for key, values in both.items()
+        if key not in SIGNS and not key.startswith(PER_RULE) and all(isinstance(value, float) for value in values)
+    }
+
+
 def show_result(result: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     """The samples; the figures before and after but the signs of a reward that is fooled and single rules, seconds
     and memory; a verdict."""
     console = Output()
     if samples:
         console.print(reports.samples_table(samples))
-    before, after = result["before"], result["after"]
-    for key, value in after.items():
-        shown = key not in SIGNS and not key.startswith(PER_RULE)
-        if shown and isinstance(value, float) and isinstance(before.get(key), float):
-            console.print(f"{key:>16}  {before[key]:10.4f} → {value:.4f}", highlight=False)
+    after = result["after"]
+    for key, (then, now) in figures_shown(result).items():
+        console.print(f"{key:>16}  {then:10.4f} → {now:.4f}", highlight=False)
     if rules := sum(key.startswith(PER_RULE) for key in after):
         console.print(f"{PER_RULE + '…':>16}  of {rules} rules: in result.json", highlight=False)
     low_high = after.get("accuracy_ci")

@@ -1,0 +1,82 @@
+"""The README.md of an exported policy: what it is, how it is prompted, what training changed, and how to load it."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+
+from toolkit.disk import write_whole
+from toolkit.errors import DataError
+from toolkit.models import adapter_config
+from toolkit.reports import read_result, versions
+from toolkit.runs.said import figures_shown
+from toolkit.spec.recipe import Recipe
+
+_SERVED_RANK = 16  # at most, unless `vllm serve` is told of more
+_MESSAGE = "Why does bread rise?"
+_ADAPTER = """from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{folder}")"""
+_WHOLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoModelForCausalLM.from_pretrained("{folder}")"""
+
+
+def write_card(recipe: Recipe, folder: Path, *, merged: bool) -> None:
+    """Write it into the folder of an export, which it names as it is called.
+
+    A base that is a folder is named without where it lies, since exports are published.
+    """
+    whole = Path(recipe.base_path).expanduser()
+    base = whole.resolve().name if whole.is_dir() else recipe.base_path
+    about = ModelCardData(
+        base_model=None if whole.is_dir() else base,  # the hub wants an id of its own
+        base_model_relation=None if whole.is_dir() else "finetune" if merged else "adapter",
+        library_name="transformers" if merged else "peft",
+        pipeline_tag="text-generation",
+        tags=["ppo", "ppo-lora-toolkit"],
+    )
+    what = "A checkpoint, made of" if merged else "A LoRA adapter for"
+    load = (_WHOLE if merged else _ADAPTER).format(folder=folder.resolve().name, base=base)
+    parts = [
+        f"---\n{about.to_yaml()}\n---",
+        f"# {folder.resolve().name}",
+        f"{what} `{base}`{' and a LoRA adapter' * merged}, trained with PPO by ppo-lora-toolkit: run `{recipe.run}`, "
+        f"recipe `{recipe.name}`, seed {recipe.seed}.",
+        f"## Loading\n\n```python\n{load}\n```",
+        *_served(recipe, folder, merged=merged),
+        *_prompted(recipe),
+        *_changed(recipe),
+        "## Versions\n\n" + "\n".join(f"- {package} {number}" for package, number in versions().items()),
+    ]
+    write_whole(folder / "README.md", "\n\n".join(parts) + "\n")
+
+
+def _served(recipe: Recipe, folder: Path, *, merged: bool) -> list[str]:
+    """What vLLM has to be told of an adapter."""
+    if merged:
+        return []
+    config = adapter_config(folder)
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    return [f"vLLM serves it with `--max-lora-rank {rank}` or more."] if rank > _SERVED_RANK else []
+
+
+def _prompted(recipe: Recipe) -> list[str]:
+    """The text that a message becomes; nothing for a task whose prompts are no messages."""
+    with suppress(DataError):
+        ids = recipe.task.typed(_MESSAGE)["input_ids"]
+        fence = "```"
+        text = recipe.tokenizer.decode(ids)
+        return [f"## Prompts\n\nIn training the message “{_MESSAGE}” was\n\n{fence}text\n{text}\n{fence}"]
+    return []
+
+
+def _changed(recipe: Recipe) -> list[str]:
+    result = read_result(recipe.stage_folder("ppo")) or {}
+    rows = [f"| {name} | {then:.4f} | {now:.4f} |" for name, (then, now) in figures_shown(result).items()]
+    table = "\n".join(["| on held-out prompts | before PPO | after |", "| --- | ---: | ---: |", *rows])
+    return [f"## What PPO changed\n\n{table}"]
