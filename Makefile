@@ -43,7 +43,7 @@ stages = sft reward ppo collect q
 of_recipes = $(stages) show validate plan
 RECIPE_is_for = $(of_recipes) chat generate eval judge export
 MODEL_is_for = $(of_recipes) bench bench-apart bench-slice bench-growth bench-agilerl
-SET_is_for = $(of_recipes) eval judge
+SET_is_for = $(of_recipes) chat generate eval judge export
 RUN_is_for = $(of_recipes) chat generate eval judge export
 FROM_is_for = $(stages)
 OVERWRITE_is_for = $(stages)
@@ -73,6 +73,8 @@ endif
 ifneq ($(filter-out plain avx2,$(CPU)),)
 $(error CPU is plain or avx2, or not given for what this machine has)
 endif
+$(foreach name,RECIPE MODEL RUN FROM OUTPUT GPU,$(foreach sign,$$ ` ",$(if $(findstring $(sign),$(value $(name))),\
+  $(error $(name) has a $(sign) in it, which make or the shell would take for its own: call toolkit))))
 ifneq ($(findstring $${,$(value SET)),)
 $(error SET has a $${...} in it, which make and the shell take for a name of theirs: write it in a recipe file, or call toolkit)
 endif
@@ -120,10 +122,10 @@ validate: $(BIN)/.installed
 	@$(BIN)/toolkit check $(recipe) $(SET)
 
 chat: $(BIN)/.installed
-	@$(BIN)/toolkit chat $(run)
+	@$(BIN)/toolkit chat $(run) $(SET)
 
 generate: $(BIN)/.installed
-	@$(BIN)/toolkit generate $(run) $(divided)
+	@$(BIN)/toolkit generate $(run) $(divided) $(SET)
 
 eval: $(BIN)/.installed
 	@$(BIN)/toolkit eval $(run) $(divided) $(SET)
@@ -132,7 +134,7 @@ judge: $(BIN)/.installed
 	@$(BIN)/toolkit judge $(or $(RUN),"$(of_recipe)") $(if $(OUTPUT),--output "$(OUTPUT)") $(divided) $(SET)
 
 export: $(BIN)/.installed
-	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)
+	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge) $(SET)
 
 plan: $(BIN)/.installed
 	@$(BIN)/toolkit plan $(recipe) $(if $(GPU),--gpu "$(GPU)") $(SET)

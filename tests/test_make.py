@@ -85,6 +85,8 @@ def test_a_remark_in_set_takes_no_option_away():
 def test_what_make_and_the_shell_would_take_for_their_own_is_refused():
     assert "SET has a ${...} in it" in dry("ppo", "SET=data.seed=${seed}").stderr
     assert "base.model=" in dry("ppo", "SET=base.model=$(HOME)/model").stdout
+    for name, value in (("RUN", "v$2"), ("MODEL", "/m/cash$money"), ("RECIPE", "a`b`.yaml"), ("FROM", 'a"b')):
+        assert f"{name} has a " in dry("ppo", f"{name}={value}").stderr
 
 
 def test_a_switch_is_1_or_not_given():
