@@ -155,11 +155,12 @@ def test_rounding_lengths_up_stays_within_learned_positions(architecture):
     torch.testing.assert_close(ours, logits.gather(1, torch.tensor(ids[9:])[:, None])[:, 0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "kept"), [
-    ("llama", torch.float16, True), ("cohere", torch.float16, False), ("gemma2", torch.float16, False),
-    ("cohere", torch.bfloat16, True), ("cohere", torch.float32, True),
+@pytest.mark.parametrize(("kind", "dtype", "under", "kept"), [
+    ("llama", torch.float16, None, True), ("cohere", torch.float16, None, False),
+    ("gemma2", torch.float16, None, False), ("gemma2", torch.float32, torch.float16, False),
+    ("cohere", torch.bfloat16, None, True), ("cohere", torch.float32, None, True),
 ])  # fmt: skip
-def test_in_float16_logits_that_are_changed_are_made_again_for_the_gradient(kind, dtype, kept, monkeypatch):
+def test_in_float16_logits_that_are_changed_are_made_again_for_the_gradient(kind, dtype, under, kept, monkeypatch):
     """A gradient that is made with them would be rounded before a loss scaler comes to it."""
     model, asked, whole = tiny_architecture(kind).to(dtype), [], forward.token_logprobs
     base = SharedBase(model)
@@ -168,7 +169,7 @@ def test_in_float16_logits_that_are_changed_are_made_again_for_the_gradient(kind
         forward, "token_logprobs", lambda *given, **named: asked.append(named["frozen_head"]) or whole(*given, **named)
     )
     sequences = Sequences.from_ids([[1, 4]], [[7, 2]], pad_token_id=0)
-    with base.role("policy"):
+    with base.role("policy"), torch.autocast("cpu", under, enabled=under is not None):
         response_logprobs(base, sequences)
         read_policy(base, sequences)
     assert asked == [kept] * 2

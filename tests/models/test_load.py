@@ -519,7 +519,9 @@ def test_a_checkpoint_in_4_bits_computes_in_what_is_asked_for_and_is_never_quant
             if device is META:
                 assert about_other_bits(model).startswith("its weights are in 4 bits already")
             else:
-                assert {m.compute_dtype for m in model.modules() if isinstance(m, Linear4bit)} == {torch.float32}
+                layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
+                assert {m.compute_dtype for m in layers} == {torch.float32}
+                assert {m.weight.quant_state.dtype for m in layers} == {torch.float32}  # what copies are unpacked to
                 whole = load_base(str(rounded), quantization=BitsAndBytesConfig(**nf4), dtype="float32")
                 torch.testing.assert_close(model(ids).logits, whole(ids).logits, **FP32)
         other = BitsAndBytesConfig(**nf4 | {"bnb_4bit_use_double_quant": False})

@@ -88,6 +88,14 @@ def test_4_bit_layers_compute_in_the_precision_of_the_others(given, expected):
     assert config.bnb_4bit_compute_dtype is getattr(torch, expected)
 
 
+def test_a_card_that_emulates_bfloat16_is_told_of(machine):
+    machine(card=(7, 5))
+    assert slow_here("bfloat16").startswith("this card emulates bfloat16: A card has compute capability 7.5, and")
+    assert slow_here("float16") == slow_here("float32") == ""
+    machine(card=(8, 0))
+    assert slow_here("bfloat16") == ""
+
+
 def test_the_ratio_is_that_of_its_time_to_float32_s(monkeypatch):
     """By a clock on which the first product of each round takes three times as long as the second."""
     ticks = itertools.accumulate(itertools.chain([0.0], itertools.cycle([0, 0, 0.003, 0, 0.001])))

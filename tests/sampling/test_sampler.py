@@ -1,5 +1,7 @@
 """What limits a response, and how it is decoded."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification
@@ -10,6 +12,7 @@ from tests.tiny_runs import llama2_tokenizer
 from tests.trainers.helpers import PROMPTS
 from toolkit.data import concatenate, doubling, select
 from toolkit.errors import DataError, ToolkitError
+from toolkit.functional import inverse_cdf
 from toolkit.models import SharedBase, ValueModel
 from toolkit.sampling import Sampler, check_room
 from toolkit.sampling.sampler import rollout_of, uniforms
@@ -163,6 +166,21 @@ def test_what_cannot_be_sampled_is_an_error(temperature):
         made.roles.parameters_of("policy")[1].fill_(float("nan"))
     with pytest.raises(ToolkitError, match='logits of the role "policy" are not finite'):
         respond(made)
+
+
+def test_what_a_row_would_say_after_its_end_may_be_anything(monkeypatch):
+    made, calls = sampler(response_length=4, max_length=8), itertools.count()
+    whole = respond(made, seed=2)  # in which no row leaves
+
+    def drawn(scores, *arguments, **named):
+        tokens, probabilities = inverse_cdf(scores, *arguments, **named)
+        if next(calls) >= 2:  # the second prompt has room for two tokens
+            assert len(probabilities) == 4
+            probabilities[1] = float("nan")
+        return tokens, probabilities
+
+    monkeypatch.setattr("toolkit.sampling.sampler.inverse_cdf", drawn)
+    assert respond(made, seed=2) == whole and next(calls) == 4
 
 
 def test_numbers_are_uniform_and_of_their_key_alone():

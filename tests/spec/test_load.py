@@ -261,6 +261,10 @@ def test_three_mistakes_one_error(tmp_path):
         ({"batch_size": 1}, "batch_size — no such section. It is a key of collect, scorer: write collect.batch_size."),
         ({"reward": {"max_steps": 1, "bf16": True, "fp16": True}}, "reward — At most one of fp16 and bf16"),
         (
+            {"base": {"model": "x", "dtype": "float16"}, "ppo": {"max_steps": 1, "fp16": False}},
+            "ppo.fp16 — false leaves a model in float16 without a loss scaler",
+        ),
+        (
             {"base": {"model": "x", "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": 0}}},
             "base.quantization.bnb_4bit_quant_type — bnb_4bit_quant_type must be a string (got 0)",
         ),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 from trl import SFTConfig
 
 from tests.tiny_models import in_nf4, lora, randomize, tiny_model
@@ -18,6 +19,7 @@ from toolkit.data import doubling
 from toolkit.errors import SelfCheckError
 from toolkit.models import SharedBase, add_q_roles
 from toolkit.models.load import default_device
+from toolkit.trainers import self_checks
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer
@@ -221,6 +223,40 @@ def test_a_stage_whose_steps_overflow_at_any_scale_ends(tmp_path):
     made.training_step = training_step
     with pytest.raises(SelfCheckError, match="at step 5, and 3 optimizer steps in a row"):
         made.train()
+
+
+def test_a_stage_that_was_broken_off_in_a_step_can_be_trained_again(tmp_path):
+    made, roles = sft(tmp_path, torch.float16, {**STAGE, "bf16": False, "fp16": True})
+    with_scaler(made)
+
+    class Once(TrainerCallback):
+        broken = False
+
+        def on_pre_optimizer_step(self, *_, **__):
+            if not self.broken:
+                self.broken = True
+                raise RuntimeError("not enough memory")
+
+    made.add_callback(Once())
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        made.train()
+    before = [p.detach().clone() for p in roles.parameters_of("policy")]
+    made.train()
+    assert not all(map(torch.equal, before, roles.parameters_of("policy")))
+
+
+def test_the_step_after_one_that_overflows_is_the_first_of_its_update(tmp_path, monkeypatch):
+    """Whose gradients are looked at, and which no limit of the KL keeps from being taken."""
+    made, looked_at = in_float16(tmp_path, scale=HUGE, num_mini_batches=2), []
+    unscale = made.accelerator.scaler.unscale_
+    monkeypatch.setattr(made.accelerator.scaler, "unscale_", lambda *given: looked_at.append("step") or unscale(*given))
+    monkeypatch.setattr(self_checks, "check_gradients", lambda *_: looked_at.append("gradients"))
+    grown = made.accelerator.scaler.update
+    monkeypatch.setattr(made.accelerator.scaler, "update", lambda: grown(2.0**10))
+    made._prepare_training()
+    batch = next(iter(made.batches()))
+    made.step(batch, made.generate(batch), torch.tensor([1.0, 0.2, -1.0, 0.5]))
+    assert looked_at[:3] == ["step", "step", "gradients"]
 
 
 def test_a_step_that_was_broken_off_is_taken_again(tmp_path, monkeypatch):

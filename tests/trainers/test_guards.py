@@ -26,6 +26,7 @@ from tests.trainers.test_ppo import gradients
 from toolkit import processes
 from toolkit.data import doubling
 from toolkit.errors import ConfigError, NotFiniteError, RewardError, SelfCheckError
+from toolkit.functional import inverse_cdf
 from toolkit.models import SharedBase
 from toolkit.reports import read_jsonl
 from toolkit.rewards import RewardAdapter, adapter, score_with
@@ -354,6 +355,19 @@ def test_an_update_whose_scores_are_not_finite_is_passed_over(tmp_path):
     assert "steps_skipped" in names(ours.watch)
     assert ours.skipped.in_a_row == 0
     assert ours.lr_scheduler.get_last_lr()[0] == 0.0  # its schedule went on
+    assert {row["step"] for row in read_jsonl(tmp_path / "rollouts.jsonl")} == {1, 3, 4}
+
+
+def test_an_update_whose_responses_cannot_be_sampled_is_passed_over(tmp_path, monkeypatch):
+    """An activation that overflows in float16 need not do so in the next rollout."""
+    ours = trainer(tmp_path, shared_base(), max_steps=4)
+
+    def drawn(*arguments, **named):
+        tokens, probabilities = inverse_cdf(*arguments, **named)
+        return tokens, probabilities * (float("nan") if ours.state.global_step == 1 else 1.0)
+
+    monkeypatch.setattr("toolkit.sampling.sampler.inverse_cdf", drawn)
+    assert ours.train()["skipped_steps"] == 1.0 and ours.state.global_step == 4
     assert {row["step"] for row in read_jsonl(tmp_path / "rollouts.jsonl")} == {1, 3, 4}
 
 

@@ -484,7 +484,10 @@ def test_the_policys_adapter_stays_in_float32_on_a_quantised_base(tmp_path):
     base.add_role("policy", lora())
     changes = {**COMMON, "bf16": True, "learning_rate": 1e-5}
     args = SFTConfig(output_dir=str(tmp_path), max_steps=2, gradient_checkpointing=False, **changes)
+    randomize(base, "policy")
+    before = [p.detach().clone() for p in base.parameters_of("policy")]
     trainer = sft_trainer(args, doubling.tokenizer(), base, sequences(), callbacks=[])
+    assert all(map(torch.equal, before, base.parameters_of("policy")))  # to digits that TRL's bfloat16 has not
     assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}
     trainer.train()
     assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}

@@ -48,6 +48,7 @@ def test_measuring_takes_nothing_from_trls_loop(tmp_path):
     [
         ({"value": "shared"}, "value — TRL's loop runs policy and value one after the other: it must be separate"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing — TRL's loop does not switch it on"),
+        ({"fp16": True}, "fp16 — TRL's loop has no loss scaler, without which small gradients are 0"),
     ],
 )
 def test_what_trl_cannot_honour_is_refused(changes, message, tmp_path):

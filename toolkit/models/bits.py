@@ -150,9 +150,12 @@ def about_other_bits(model: PreTrainedModel) -> str:
 
 
 def cast_what_is_not_quantised(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Beside weights that are quantised already transformers keeps the dtype in which the others were saved."""
+    """Beside weights that are quantised already transformers keeps the dtype in which the others were saved, and
+    bitsandbytes unpacks to that in which they were quantised."""
     for weight in model.parameters():
-        if weight.is_floating_point() and not hasattr(weight, "quant_state"):
+        if hasattr(weight, "quant_state"):
+            weight.quant_state.dtype = dtype
+        elif weight.is_floating_point():
             weight.data = weight.data.to(dtype)
 
 

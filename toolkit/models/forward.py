@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from toolkit.functional import full_kl, token_logprobs, token_logprobs_and_entropy
+from toolkit.models.fused_lora import computed_in
 from toolkit.models.heads import score_positions
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
@@ -65,7 +66,7 @@ def _has_frozen_head(base: SharedBase) -> bool:
 def _keeps_gradient(base: SharedBase, states: Tensor) -> bool:
     """Whether the gradient of states can be made with their log-probabilities: in float16 not where logits are scaled
     or capped in float32 after `lm_head`, in which what is small would be lost before a loss scaler comes to it."""
-    half = torch.float16 in (states.dtype, base.lm_head.weight.dtype)
+    half = torch.float16 in (computed_in(states), base.lm_head.weight.dtype)
     return _has_frozen_head(base) and not (half and base.changes_logits)
 
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 
 from toolkit import processes
 from toolkit.data import PromptCollator, Rollout
-from toolkit.errors import DataError, LengthError, ToolkitError
+from toolkit.errors import DataError, LengthError, NotFiniteError
 from toolkit.functional import check_temperature, inverse_cdf
 from toolkit.models import LENGTH_MULTIPLE, LargestQ, RowProcessor, SharedBase, WeightedByQ
 from toolkit.portion import Portion
@@ -89,7 +89,7 @@ class Sampler:
         Raises:
             DataError: `max_length`, or the base's positions, leave a prompt no room for a response; or the base has no
                 embedding for a token of one, or one has none; or it is no batch.
-            ToolkitError: the role's logits are not finite.
+            NotFiniteError: the role's logits are not finite.
         """
         if not isinstance(batch, Mapping) or "prompt_ids" not in batch:
             wrong = f"a batch of a collator is needed, and this is a {type(batch).__name__} without prompt_ids."
@@ -128,6 +128,9 @@ class Sampler:
         if uniform is None:
             return rollout
         drawn_with = [row[:length] for row, length in zip(logprobs, rollout.lengths, strict=True)]
+        # Not of what a row went on to say after its end, of which nothing is learnt.
+        if not all(logprob < math.inf for row in drawn_with for logprob in row):
+            raise self._not_finite()
         return replace(rollout, sampler_logprobs=drawn_with)
 
     def _generate(
@@ -150,12 +153,15 @@ class Sampler:
                 logits_processor=processors,
                 streamer=streamer,
             ).tolist()
-        if not bool(finite.so_far if sampled is None else sampled.probabilities.isfinite().all()):
-            wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'
-            raise ToolkitError(wrong, remedy="Its weights hold NaN or inf, or the base's precision is too small.")
-        if sampled is None:
-            return [(row, []) for row in output]
-        return list(zip(output, sampled.probabilities.log().tolist(), strict=True))
+        if sampled is not None:
+            return list(zip(output, sampled.probabilities.log().tolist(), strict=True))
+        if not finite.so_far:
+            raise self._not_finite()
+        return [(row, []) for row in output]
+
+    def _not_finite(self) -> NotFiniteError:
+        wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'
+        return NotFiniteError(wrong, remedy="Its weights hold NaN or inf, or the base's precision is too small.")
 
     def _decoding(self, mask: Tensor) -> tuple[str, float | None, LogitsProcessorList]:
         """The role that generates, the temperature of its logits, and what is done to them before."""

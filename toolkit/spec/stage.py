@@ -210,6 +210,9 @@ def check_stage(
             _check_metric(stage, config.metric_for_best_model, measured, values.get("greater_is_better"))
 
     problems = check_keys(stage, values, STAGE_CLASSES[stage], refused=refused, build=build)
+    if precision.dtype == "float16" and values.get("fp16") is False and not values.get("bf16"):
+        wrong = "false leaves a model in float16 without a loss scaler, and what is small in its gradients is 0."
+        problems.append(Problem(wrong, f"{stage}.fp16", "Take it out, or set base.dtype to float32."))
     if stage == "sft" and values.get("packing") and values.get("max_length", 0) is None:
         wrong = "a whole number is needed with sft.packing, got None: rows are packed to it."
         problems.append(Problem(wrong, "sft.max_length"))

@@ -224,7 +224,7 @@ class PPOTrainer(PPOLoop):
         self.roles.train()
         try:
             for rows in self._mini_batches(len(experience.rollout)):
-                metrics = self._optimize_mini_batch(experience, rows, first=not totals)
+                metrics = self._optimize_mini_batch(experience, rows, first="grad_norm" not in totals)
                 if metrics is None:
                     break
                 for name, value in metrics.items():

@@ -36,7 +36,7 @@ from toolkit.trainers.same_run import (
     tell_other_settings,
 )
 from toolkit.trainers.share import sum_like_gradients
-from toolkit.trainers.trainer_internals import take_rates_of_schedule
+from toolkit.trainers.trainer_internals import forget_unscaled, take_rates_of_schedule
 
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -213,6 +213,7 @@ class ResumableTrainer(BestOfSaved):
                 result = self._run(checkpoint, arguments)
             except BaseException:
                 self.is_in_train = False
+                forget_unscaled(self.accelerator.scaler)
                 for one in self.callback_handler.callbacks:
                     if isinstance(one, Progress):
                         one.broke_off()

@@ -188,6 +188,7 @@ def sft_trainer(
         train_dataset = with_loss(train_dataset, args)
     if cut and packs(args, "validation") and eval_dataset is not None:
         eval_dataset = with_loss(eval_dataset, args)
+    as_given = [] if roles is None else [p.detach().clone() for p in roles.parameters_of("policy")]
     trainer = SFTTrainer(trained, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **given)
     trainer.roles, trainer.base_name = roles, base_name
     trainer.check_positions(whole, "Set max_length of sft to {}, or leave longer rows out.")
@@ -198,8 +199,8 @@ def sft_trainer(
         whole.router_aux_loss_coef = whole.config.get_text_config().router_aux_loss_coef
     if roles is not None:
         # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.
-        for parameter in roles.parameters_of("policy"):
-            parameter.data = parameter.data.to(torch.float32)
+        for parameter, given_one in zip(roles.parameters_of("policy"), as_given, strict=True):
+            parameter.data = given_one.to(torch.float32)
         roles.train_roles("policy")
     in_place_of_progress(trainer, callbacks)
     return trainer

@@ -52,6 +52,7 @@ def check_trl_loop(args: PPOConfig, processing_class: PreTrainedTokenizerBase, r
         (one_token, "loop", "the tokenizer's pad and eos are one token, which TRL's loop takes for padding."),
         (no_score, "loop", "TRL's loop scores with a reward adapter of one output, nothing else."),
         (roles.shares_value, "value", "TRL's loop runs policy and value one after the other: it must be separate."),
+        (args.fp16, "fp16", "TRL's loop has no loss scaler, without which small gradients are 0 in float16."),
         (args.gradient_checkpointing, "gradient_checkpointing", "TRL's loop does not switch it on: it must be false."),
     ]
     if problems := [Problem(wrong, field, "Or use loop: toolkit.") for holds, field, wrong in reasons if holds]:
