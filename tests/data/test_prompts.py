@@ -534,7 +534,9 @@ def test_sources_that_do_not_fit_the_recipe(row, arguments, message, tmp_path, c
 
 
 def test_a_tokenizer_without_chat_template(tmp_path, tokenizer):
-    message = "^chat: the tokenizer has no chat template, .* Use an instruction-tuned checkpoint, or set chat to false"
+    message = (
+        "^chat: the tokenizer has no chat template, .* Use an instruction-tuned checkpoint, .* or set chat to false"
+    )
     for row in ({"query": "1"}, {"prompt": "1"}):
         with pytest.raises(DataError, match=message):
             task_of(tmp_path, tokenizer, [row]).prompts("train")

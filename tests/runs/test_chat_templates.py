@@ -1,5 +1,7 @@
 """Tokenizers of today's chat models through the front door: recipe, check, sft and ppo on a tiny model."""
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset
@@ -7,10 +9,13 @@ from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
+from tests.tiny_models import lora
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, llama3_tokenizer, save_llama
 from toolkit.data import PromptCollator, PromptEncoder, Rollout
-from toolkit.errors import ToolkitError
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.inference.export import export_adapter
 from toolkit.inference.saved_run import open_run
+from toolkit.models import SharedBase, load_base, save_role
 from toolkit.runs import stages
 from toolkit.runs.check import check
 
@@ -26,6 +31,7 @@ MISTRAL = (
     "{% if m.role == 'user' %}[INST] {% if loop.last %}{{ system }}{% endif %}{{ m.content }}[/INST]"
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
+RULES = {"kind": "rules", "rules": [{"rule": "no_comma"}]}
 ASKED, BRIEF = "What is the capital of France?", "Be brief."
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
 PROMPT = {  # by template and system message: what the policy is to read
@@ -181,3 +187,63 @@ def test_a_template_that_thinks_is_told_of_until_it_does_not(first, tmp_path):
     told = [note.wrong for note in check(recipe).notes if "thinks before it answers" in note.wrong]
     assert len(told) == (not first)
     assert recipe.task.prompts("train")["prompt"][0].endswith("</think>\n\n" if first else "assistant\n")
+
+
+# ---------------------------------------------------------------------- base.chat_template
+
+
+def test_a_run_has_the_template_that_its_recipe_names(tmp_path, checkpoint, stages_here):
+    """From a file beside the recipe, which the run has no need of any more; an export has it, too."""
+    (tmp_path / "mine.jinja").write_text(QWEN)
+    base = {"model": str(checkpoint), "chat_template": "mine.jinja"}
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.max_steps=1", base=base, reward=None, scorer=RULES)
+    assert recipe.tokenizer.chat_template == QWEN != byte_tokenizer().chat_template
+    stages.run(recipe, "ppo")
+    (tmp_path / "mine.jinja").unlink()
+    used = open_run("chat", runs_dir=tmp_path / "runs")
+    (ids,) = used.task.prompts_of([ASKED])["input_ids"]
+    assert used.tokenizer.decode(ids) == PROMPT["qwen", None]
+    exported = export_adapter(used, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(exported).chat_template == QWEN
+    assert json.loads((exported / "tokenizer_config.json").read_text()).get("chat_template", QWEN) == QWEN
+    again = chat_recipe(
+        tmp_path, checkpoint, f"base.chat_template={exported}", base=base, reward=None, scorer=RULES, name="again"
+    )
+    assert again.tokenizer.chat_template == QWEN  # a folder that has one
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere.jinja", r'base.chat_template: "nowhere.jinja" cannot be read: .*No such file'),
+        ("empty.jinja", r'base.chat_template: there is no chat template in "empty.jinja". Name a file like'),
+        (".", r'base.chat_template: there is no chat template in ".". Name a file like a checkpoint'),
+    ],
+)
+def test_what_has_no_template_is_named(given, message, tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jinja").write_text("Hello.")
+    with pytest.raises(RecipeError, match=message):
+        chat_recipe(tmp_path, checkpoint, base={"model": str(checkpoint), "chat_template": given})
+
+
+def test_a_template_that_nothing_would_render_is_refused(tmp_path, checkpoint):
+    base = {"model": str(checkpoint), "chat_template": QWEN}
+    with pytest.raises(RecipeError, match="base.chat_template — would have no effect with data.chat: false"):
+        chat_recipe(tmp_path, checkpoint, "data.chat=false", base=base)
+
+
+def test_an_adapter_that_was_trained_with_another_template_is_told_of(tmp_path, checkpoint):
+    base = SharedBase(load_base(str(checkpoint), device=torch.device("cpu"), dtype="float32"))
+    base.add_role("policy", lora())
+    save_role(base, "policy", folder := tmp_path / "adapter", pad_token_id=0, base_name="tiny")
+    for beside, told in ((None, False), (byte_tokenizer().chat_template, False), (QWEN, True)):
+        if beside is not None:
+            tokenizer = byte_tokenizer()
+            tokenizer.chat_template = beside
+            tokenizer.save_pretrained(folder)
+        notes = [note.text() for note in check(chat_recipe(tmp_path, checkpoint, f"start.policy={folder}")).notes]
+        said = [note for note in notes if "was trained with another chat template than that of the base" in note]
+        assert len(said) == told and (not told or f"base.chat_template={folder} takes that of the" in said[0])
+    notes = check(chat_recipe(tmp_path, checkpoint, f"start.policy={folder}", f"base.chat_template={folder}")).notes
+    assert not any("another chat template" in note.text() for note in notes)

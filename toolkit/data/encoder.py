@@ -56,7 +56,10 @@ class PromptEncoder:
     def check_template(self) -> None:
         """Raises DataError if the tokenizer has no chat template, and one is needed."""
         if self.chat and self.tokenizer.chat_template is None:
-            remedy = "Use an instruction-tuned checkpoint, or set chat to false for plain text and hh-rlhf's own form."
+            remedy = (
+                "Use an instruction-tuned checkpoint, name a template as base.chat_template, or set chat to false for "
+            )
+            remedy += "plain text and hh-rlhf's own form."
             raise DataError("the tokenizer has no chat template, which prompts need.", field="chat", remedy=remedy)
         if refusal := self._template.refusal_of_system:
             remedy = "Remove it (data.system=null), or use another checkpoint."

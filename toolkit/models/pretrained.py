@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_adapter_config_file
 
 from toolkit import hub
+from toolkit.disk import read_object, write_whole
 from toolkit.errors import ModelError
 
 _TOKENIZER_FILES = (
@@ -29,6 +30,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
     "special_tokens*.json",
 )
+_CONFIG = "tokenizer_config.json"
 _OF_TOKENIZERS = [*_TOKENIZER_FILES, "added_tokens.json"]
 HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 _POINTER = b"version https://git-lfs"
@@ -75,6 +77,9 @@ def save_tokenizer(
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
+    config, template = read_object(folder / _CONFIG), tokenizer.chat_template
+    if config and config.get("chat_template", template) != template:  # that of a recipe, which the folder has by now
+        write_whole(folder / _CONFIG, json.dumps({**config, "chat_template": template}, indent=2, ensure_ascii=False))
 
 
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:

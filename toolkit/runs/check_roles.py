@@ -30,6 +30,7 @@ from toolkit.models import (
 from toolkit.runs import build
 from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
 from toolkit.runs.folder import finished
+from toolkit.spec.chat_template import template_in
 from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import ModelSection
@@ -40,8 +41,8 @@ _TRAINED_BY = {"policy": ("ppo", "sft"), "value": ("ppo",), "reward": ("reward",
 _THINKS = Problem(
     "with its chat template the model thinks before it answers, unless enable_thinking is false: response_length has "
     "to hold the thoughts, too.",
-    remedy="For responses without them write {%- set enable_thinking = false %} as the first line of its "
-    "chat_template.jinja (with the template below it, where that is in tokenizer_config.json).",
+    remedy="For responses without them write {%- set enable_thinking = false %} as the first line of a copy of its "
+    "chat template, and name that file as base.chat_template.",
 )
 _SHOWN_ROLES = ("policy", "reward", "judge", "value", "q", "q_target", "reference")  # in the order of the report
 
@@ -190,6 +191,13 @@ class RolesCheck:
             told = "; ".join(f"{key} {asked[key]}, there {has.get(key)}" for key in differ)
             wrong = f"the adapter in {source.folder} is taken as it is ({told})."
             self.findings.notes.append(Problem(wrong, f"adapters.{source.role}"))
+        if source.role != "policy" or self.tokenizer is None:
+            return
+        template = template_in(Path(source.folder).expanduser())
+        if template is not None and template.strip() != str(self.tokenizer.chat_template).strip():
+            wrong = f"{source.folder} was trained with another chat template than that of the base, which is used."
+            remedy = f"base.chat_template={source.folder} takes that of the adapter."
+            self.findings.notes.append(Problem(wrong, source.key, remedy))
 
     def _check_reward_model(self, own: OwnBase) -> None:
         with self.findings.at(own.key):

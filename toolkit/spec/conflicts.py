@@ -35,11 +35,15 @@ def _of_base(values: Values) -> Iterator[Problem]:
                 remedy = f"Leave one out: {name}.config=null or {name}.model=null{other}."
             yield Problem(f"exactly one of model (a checkpoint) and config (random weights) {wrong}", name, remedy)
         elif isinstance(own, dict) and own.get("model") is None:
-            for key in ("revision", "trust_remote_code"):
+            for key in ("revision", "trust_remote_code", "chat_template"):
                 if own.get(key):
-                    wrong = "would have no effect: random weights come from no repository."
+                    what = "have a task's own tokens" if key == "chat_template" else "come from no repository"
+                    wrong = f"would have no effect: random weights {what}."
                     yield Problem(wrong, f"{name}.{key}", "Remove it.")
     base = section(values, "base")
+    if base.get("chat_template") is not None and at(values, "data.chat") is False:
+        wrong = "would have no effect with data.chat: false, by which prompts are plain text."
+        yield Problem(wrong, "base.chat_template", "Remove one of them.")
     if base.get("model") is None and base.get("config") is not None:
         if wrong := not_whole(base):
             yield Problem(wrong, "base.dtype", "Remove it. A stage's own bf16: true computes in 16 bits.")

@@ -20,6 +20,7 @@ from toolkit.errors import Problem, RecipeError, did_you_mean
 from toolkit.rewards.function import beside
 from toolkit.settings import fits
 from toolkit.spec.as_text import to_yaml
+from toolkit.spec.chat_template import with_template
 from toolkit.spec.insertions import only_keys, with_insertions
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import STAGES
@@ -374,6 +375,7 @@ def load(
         checked = _with_whole_paths(with_reward_files(found, path.parent))
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`
         raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error
+    checked = with_template(checked, path.parent)
     problems = check_recipe(checked)
     if problems:
         raise RecipeError(str(path), problems=problems)

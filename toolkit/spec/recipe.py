@@ -118,7 +118,10 @@ class Recipe:
         if base.model is None:
             return self.task.tokenizer
         with within("base"):
-            return load_tokenizer(base.model, revision=base.revision, trust_remote_code=base.trust_remote_code)
+            tokenizer = load_tokenizer(base.model, revision=base.revision, trust_remote_code=base.trust_remote_code)
+        if base.chat_template is not None:
+            tokenizer.chat_template = base.chat_template
+        return tokenizer
 
     def data_section(self, stage: str) -> str:
         """Name of the section with a stage's data: its own, or `data`."""

@@ -45,6 +45,11 @@ class ModelSection:
 class BaseSection(ModelSection):
     """Section `base`: the model that all roles share. With `config`, which the sft stage pretrains."""
 
+    chat_template: str | None = setting(
+        None,
+        "In place of the checkpoint's own: a file with a Jinja template, or a folder with a `chat_template.jinja`, as "
+        "one of a trained adapter may be. The recipe of a run has its text.",
+    )
     pack_rows: bool | None = setting(
         None,
         "Whether the rows of a pass, and the prompts of a rollout, are packed end to end, without padding. null packs "
