@@ -16,8 +16,8 @@ def main() -> None:
     try:
         app(prog_name="toolkit")
     except SystemExit as end:
-        if not end.code and (joined := sys.modules.get("toolkit.processes")) is not None:
-            joined.leave()
+        if (joined := sys.modules.get("toolkit.processes")) is not None:
+            joined.leave(failed=bool(end.code))
         raise
 
 

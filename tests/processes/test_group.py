@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -106,15 +107,46 @@ def left():
 
 
 def test_a_group_is_ended_where_all_went_well(monkeypatch):
-    """A command that fails ends alone: the others may wait for it still."""
+    """A command that fails leaves it: the others may wait for it still."""
     several, ended = Several(2), []
     try:
         assert several(left) == [(2, 1), (2, 1)]
     finally:
         several.close()
-    monkeypatch.setattr(processes, "leave", lambda: ended.append(code))
+    monkeypatch.setattr(processes, "leave", lambda *, failed: ended.append(failed))
     for code in (1, 0):
         monkeypatch.setattr("toolkit.cli.app", lambda code=code, **_: sys.exit(code))
         with pytest.raises(SystemExit):
             main()
-    assert ended == [0]
+    assert ended == [True, False]
+
+
+def ends_last(file):
+    """Of several that fail process 0 has more to do."""
+    if processes.is_main():
+        time.sleep(1)
+        file.write_text("what happened")
+    processes.leave(failed=True)
+    return file.is_file()
+
+
+def test_process_0_has_the_last_word_where_all_fail(tmp_path, monkeypatch):
+    """torchrun would end it with the first of the others."""
+    several = Several(2)
+    try:
+        assert several(ends_last, tmp_path / "said") == [True, True]
+        assert several(processes.count) == [2, 2]
+    finally:
+        several.close()
+
+
+def test_one_that_finds_no_card_where_others_do_is_told_at_the_start(two_cards, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
+    monkeypatch.setattr(group, "_meet", lambda: (torch.distributed.HashStore(), 1, 4))
+    monkeypatch.setattr(group, "name_interface", lambda *_: None)
+    monkeypatch.setattr(group, "gather", lambda own: [True, own, False, False])
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda limit: None)
+    with pytest.raises(ToolkitError, match="processes 2, 3 of 4 find no GPU, and the others have one each. See"):
+        processes.join()

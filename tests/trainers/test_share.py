@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from toolkit.models import SharedBase, ValueModel
 from toolkit.reports import versions
 from toolkit.rewards import DenseScores, RewardAdapter, check_scores
 from toolkit.rewards import adapter as reward_adapter
-from toolkit.trainers import resume, same_run
+from toolkit.trainers import resume, same_run, share
 from toolkit.trainers.share import own_randomness
 
 LONG = [[12, 13, 2], [9, 8, 7] * 10, [20, 30, 2], [5, 6, 2]]  # one is ten times as long
@@ -611,6 +611,18 @@ def test_the_first_sum_is_before_the_work_and_as_large_as_one_of_gradients(two, 
     """NCCL takes memory of a card with it, which passes may have filled by the first optimizer step."""
     for trained, unchanged, seen in two(sums_of, tmp_path):
         assert seen == [trained] and unchanged
+
+
+def sum_that_loses(everything):
+    with mock.patch("torch.distributed.all_reduce", lambda *_, **__: None) if everything else nullcontext():
+        share.sum_like_gradients([torch.ones(3, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)])
+
+
+def test_a_first_sum_that_is_not_of_all_is_told(two):
+    """As where the cards of a machine cannot copy to one another."""
+    two(sum_that_loses, False)
+    for whole, error in two.answers(sum_that_loses, True):
+        assert not whole and "a sum over 2 processes lacks what some of them gave" in error
 
 
 def test_a_function_scores_once_and_its_error_reaches_all(two, tmp_path):

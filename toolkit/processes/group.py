@@ -2,13 +2,14 @@
 
 import logging
 import os
+from contextlib import suppress
 from datetime import timedelta
 
 from torch import distributed as dist
 
 from toolkit.errors import ToolkitError
 from toolkit.processes.addresses import INTERFACE, free_port, name_interface
-from toolkit.processes.exchange import by_main, count, of_cards
+from toolkit.processes.exchange import by_main, count, gather, is_main, of_cards
 from toolkit.processes.launcher import (
     as_launched,
     check_card,
@@ -32,6 +33,10 @@ MEETING = timedelta(minutes=30)
 """How long those that have started wait for one that has not, as torch's own default is."""
 TOGETHER = 300
 """The same in seconds of those that several processes start together, for an earlier stage."""
+LAST_WORDS = timedelta(seconds=20)
+"""How long those that have failed wait for process 0, which may still write and say what happened."""
+_SPOKEN = "process 0 has spoken"
+_met: list[dist.Store] = []  # by which the processes found each other
 
 
 def join() -> None:
@@ -40,7 +45,8 @@ def join() -> None:
     The environment says which, in torch's variables. Each sees the GPU of its local rank alone (`take_card`).
 
     Raises:
-        ToolkitError: there are more processes on this machine than GPUs, or GPUs are named that CUDA does not find;
+        ToolkitError: there are more processes on this machine than GPUs, or GPUs are named that CUDA does not find, or
+            some find GPUs and others none;
             they have not met within `MEETING`, or do not reach one another; MPI has started them, or accelerate was
             asked for what it would do to a model of its own.
     """
@@ -62,6 +68,11 @@ def join() -> None:
         remedy += "reach each other (see `ip addr`), and let them accept each other's traffic on all ports."
         raise ToolkitError(wrong, remedy=remedy) from error
     dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    _met[:] = [store]
+    if not all(found := gather(on_cards)) and any(found):
+        without = ", ".join(str(one) for one, has in enumerate(found) if not has)
+        wrong = f"processes {without} of {number} find no GPU, and the others have one each."
+        raise ToolkitError(wrong, remedy="See nvidia-smi on their machine, or hide the GPUs of all.")
     if on_cards and dist.is_nccl_available():  # else gloo sums through the memory of the machine
         of_cards.append(dist.new_group(backend="nccl", timeout=ON_CARDS))
     # transformers' arguments warn of a group that they did not make, at each of their calls.
@@ -69,11 +80,23 @@ def join() -> None:
     take_from_environment()
 
 
-def leave() -> None:
-    """End what `join` began, where all has gone well: torch warns of a group of NCCL that is still there at the end."""
-    if dist.is_available() and dist.is_initialized():
+def leave(*, failed: bool = False) -> None:
+    """End what `join` began, where all has gone well: torch warns of a group of NCCL that is still there at the end.
+
+    Where it has not, process 0 goes last: torchrun ends all as soon as one has failed, and what process 0 still says,
+    and the state in which it leaves the run, would be lost.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if not failed:
         dist.destroy_process_group()
         of_cards.clear()
+    elif _met:
+        with suppress(RuntimeError):  # it is gone, or has more to do
+            if is_main():
+                _met[0].set(_SPOKEN, "")
+            else:
+                _met[0].wait([_SPOKEN], LAST_WORDS)
 
 
 def _meet() -> tuple[dist.Store, int, int]:

@@ -51,7 +51,8 @@ def take_card() -> bool:
     if (torch.version.cuda or torch.version.hip) and gpus:
         if local >= len(gpus):
             wrong = f"process {local} of this machine has no GPU of its own: {len(gpus)} are visible."
-            raise ToolkitError(wrong, remedy="Start as many processes as there are GPUs.")
+            remedy = "Start as many processes as there are GPUs. If the launcher shows each its own one alone, set "
+            raise ToolkitError(wrong, remedy=f"{remedy}LOCAL_RANK to 0 in all of them.")
         _seen.append(visible)
         os.environ[_VISIBLE] = gpus[local]
     return bool(_seen)

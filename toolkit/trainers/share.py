@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from toolkit import processes
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout
+from toolkit.errors import SelfCheckError
 from toolkit.portion import Portion
 from toolkit.trainers.trainer_internals import TrainerHooks
 
@@ -60,10 +61,20 @@ def sum_gradients(parameters: Iterable[nn.Parameter], scaler: torch.amp.GradScal
 
 
 def sum_like_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """A sum of zeros as `sum_gradients` will make them. With its first sum NCCL takes memory of a card, which may lack
-    at an optimizer step, when passes have filled it; and what is wrong between machines shows before the work."""
-    if processes.count() > 1:
-        processes.sum_([torch.zeros_like(parameter) for parameter in parameters])
+    """A sum as `sum_gradients` will make them, of numbers that are known. With its first sum NCCL takes memory of a
+    card, which may lack at an optimizer step, when passes have filled it; and what is wrong between machines or cards
+    shows before the work.
+
+    Raises: SelfCheckError: the sum is another one.
+    """
+    if (number := processes.count()) == 1:
+        return
+    of_each = [torch.full_like(parameter, processes.rank() + 1) for parameter in parameters]
+    processes.sum_(of_each)
+    if not all(bool((summed == number * (number + 1) // 2).all()) for summed in of_each):
+        wrong = f"a sum over {number} processes lacks what some of them gave: gradients would be wrong."
+        remedy = "Where cards cannot copy to one another, NCCL_P2P_DISABLE=1 sends by way of the machine's memory."
+        raise SelfCheckError(wrong, remedy=remedy)
 
 
 _Part = tuple[float, dict[str, float]]
