@@ -6,9 +6,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tests.reports.examples import RESULT
 from tests.tiny_models import shared_base
-from tests.tiny_runs import chat_recipe
+from tests.tiny_runs import byte_tokenizer, chat_recipe, save_llama
 from toolkit import recipes
 from toolkit.models import fast_precision
+from toolkit.runs import stages
 from toolkit.runs.build import about_stage
 from toolkit.runs.report_on_the_way import ReportAtEvaluations
 from toolkit.runs.result import figures, how_it_ended, of_training
@@ -111,3 +112,16 @@ def test_a_result_says_what_a_run_warned_of_and_passed_over():
     )
     found = {"rows": {"train": 2}, "resumed_at": [4], "warnings": [warning], "skipped_steps": 3, "spent": {}}
     assert of_training(trainer, SimpleNamespace(spent={})) == found
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_base_that_has_changed_between_two_stages_is_told_of(moved, tmp_path, stages_here, recwarn):
+    """As a branch of the hub does: an adapter fits on every base of its shape."""
+    folder = save_llama(tmp_path / "base", byte_tokenizer())
+    recipe = chat_recipe(tmp_path, folder, "ppo.max_steps=1", "reward.max_steps=1")
+    stages.run(recipe, "reward")
+    if moved:
+        save_llama(folder, byte_tokenizer(), initializer_range=0.03)
+    stages.run(recipe, "ppo")
+    told = [str(one.message) for one in recwarn if "base with other weights than" in str(one.message)]
+    assert [one.partition(" was trained")[0] for one in told] == ["reward"] * moved

@@ -5,6 +5,7 @@ says that it is finished.
 """
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -37,7 +38,7 @@ from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
-from toolkit.trainers.same_run import check_alike, made_with
+from toolkit.trainers.same_run import check_alike, is_another_base, made_with, of_base
 from toolkit.trainers.sft import cut_rows, packs
 from toolkit.trainers.stock_ppo import stock_rollouts
 
@@ -101,6 +102,7 @@ def _trained(
     cut = say_rows(recipe, stage, trainer)
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     trainer.started = started
+    _tell_of_another_base(recipe, stage, trainer)
     before, responses_before = _before(recipe, stage, trainer, goes_on=checkpoint is not None)
     _tell_before(trainer, before, responses_before, goes_on=checkpoint is not None)
     so_far = ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
@@ -187,6 +189,8 @@ def _before(recipe: Recipe, stage: str, trainer: Any, *, goes_on: bool) -> tuple
             kept["given"] = given
         if hasattr(trainer, "roles") and hasattr(trainer, "reward"):  # which TRL's own loop has not
             kept["made_with"] = made_with(trainer.roles, trainer.reward, trainer.judge)
+        elif getattr(trainer, "roles", None) is not None:
+            kept["made_with"] = of_base(trainer.roles.causal_lm)
         processes.by_main(partial(reports.write_json, path, kept))
     if kept.get("given", {}) != recipe.given(stage) and not goes_on:  # else the checkpoint knows its rows
         wrong = f"{path} was measured in a run whose prompts were others: what was given in Python has changed."
@@ -197,6 +201,19 @@ def _before(recipe: Recipe, stage: str, trainer: Any, *, goes_on: bool) -> tuple
         with processes.agreed():  # told once
             raise CheckpointError(wrong, remedy="Restore those rows, or begin anew with $overwrite.")
     return kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
+
+
+def _tell_of_another_base(recipe: Recipe, stage: str, trainer: Any) -> None:
+    """Warn where an earlier stage had a base of the same shapes with other weights, as where a hub id has moved on."""
+    if (roles := getattr(trainer, "roles", None)) is None:
+        return
+    now = of_base(roles.causal_lm)
+    for earlier in recipe.plan.needs(stage):
+        then = (reports.read_json(recipe.stage_folder(earlier) / BEFORE_FILE) or {}).get("made_with")
+        if then is not None and is_another_base(then, now):
+            wrong = f"{earlier} was trained on a base with other weights than {recipe.base_path} has now, with which "
+            remedy = "Name that base as base.model, or train both on this one: OVERWRITE=1 (--overwrite)."
+            warnings.warn(f"{wrong}its adapter means something else. {remedy}", stacklevel=2)
 
 
 def _tell_before(trainer: Any, metrics: dict[str, Any], responses: Responses | None, *, goes_on: bool) -> None:
