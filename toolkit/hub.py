@@ -58,15 +58,24 @@ def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = F
         return f"Ask for access at {constants.ENDPOINT}/{'datasets/' * of_data}{name}, then log in: hf auth login."
     if any(isinstance(cause, RepositoryNotFoundError) or "cannot be accessed" in str(cause) for cause in causes):
         return f"{otherwise if of_data else 'Check the name.'} If it is a private one, log in: hf auth login."
+    if remedy := way_to_cache(error):
+        return remedy
+    if constants.HF_HUB_OFFLINE:
+        if of_data:  # offline, datasets looks for what it has made of files itself, and not for files
+            way = f"hf download --repo-type dataset {name} --local-dir FOLDER"
+            return f"{otherwise} Offline mode: with a network, {way} gives a FOLDER to name."
+        return f"{otherwise} Offline mode: with a network, hf download {name} gets what the cache lacks."
+    return otherwise
+
+
+def way_to_cache(error: BaseException) -> str:
+    """What to do where the cache has no room, or may not be written and read; "" where it is nothing of that."""
+    causes = causes_of(error)
     if any(is_full(cause) for cause in causes):
         return f"Make room for the hub's cache ({constants.HF_HOME}), or set HF_HOME to a folder elsewhere."
     if any(getattr(cause, "errno", None) in _KEPT_SHUT and getattr(cause, "filename", None) for cause in causes):
         return f"Let the hub's cache ({constants.HF_HOME}) be written and read, or set HF_HOME to a folder elsewhere."
-    if constants.HF_HUB_OFFLINE:
-        if of_data:  # offline, datasets looks for what it has made of files itself, and not for files
-            return f"{otherwise} Offline mode: with a network, hf download --repo-type dataset {name} gives them."
-        return f"{otherwise} Offline mode: with a network, hf download {name} gets what the cache lacks."
-    return otherwise
+    return ""
 
 
 def causes_of(error: BaseException) -> list[BaseException]:

@@ -196,7 +196,8 @@ def load(
     Args:
         name: of a shipped recipe, the path of a YAML file, or the recipe itself as a mapping.
         overrides: "section.key=value", the value read as YAML; "section=null" and "adapters.role=null" take a section
-            or an adapter away. A file or folder in place of a hub id takes the `subset` and `name` of that id away.
+            or an adapter away. A file or folder in place of a hub id takes the `subset`, `name` and `split` of that id
+            away.
         run: names the run; the recipe's name if None, and that of the run for the recipe that a run keeps. A mapping
             has none, and needs it.
         runs_dir: folder of all runs.

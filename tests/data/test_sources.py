@@ -17,7 +17,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from toolkit.data import read_rows, sources
 from toolkit.data.messages import messages_of_row
-from toolkit.data.sources import check_hub_settings, has_splits, is_hub_id
+from toolkit.data.sources import check_part_settings, has_splits, is_hub_id
 from toolkit.errors import DataError
 
 
@@ -186,7 +186,7 @@ def test_a_hub_id(monkeypatch):
             "a\tb\n",
             r'train: .*x.tsv ends in ".tsv", which is not read. Name a .jsonl, .json, .csv, .parq',
         ),
-        ("x.pkl", b"\x80\x04N.", "which is not read. .*a folder that save_to_disk wrote, or a hub id"),
+        ("x.pkl", b"\x80\x04N.", "which is not read. .*a folder that save_to_disk or hf download wrote, or a hub id"),
     ],
 )
 def test_damaged_files(name, content, message, tmp_path):
@@ -219,11 +219,22 @@ def test_names_that_can_be_nothing(tmp_path):
         read("")
 
 
+@pytest.mark.parametrize("name", ["json", "csv", "text", "parquet"])
+def test_a_reader_of_datasets_is_no_hub_id(name, tmp_path, monkeypatch):
+    """It would read all files of the current folder."""
+    (tmp_path / "mine.json").write_text('[{"prompt": "a"}]')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f'train: there is no "{name}".'):
+        next(read_rows(name, field="train"))
+
+
 def test_folders_that_datasets_cannot_read(tmp_path):
-    with pytest.raises(DataError, match="is no folder that datasets can read .* Name one that save_to_disk wrote.$"):
+    with pytest.raises(
+        DataError, match="is no folder that datasets can read .* Name one that save_to_disk or hf download wrote.$"
+    ):
         read(tmp_path)
     file(tmp_path / "x.csv", "a\n")
-    with pytest.raises(DataError, match="that save_to_disk wrote, or one of its files: x.csv.$"):
+    with pytest.raises(DataError, match="that save_to_disk or hf download wrote, or one of its files: x.csv.$"):
         read(tmp_path)
     broken = tmp_path / "broken"
     Dataset.from_dict({"a": [1]}).save_to_disk(broken)
@@ -234,13 +245,14 @@ def test_folders_that_datasets_cannot_read(tmp_path):
     odd = tmp_path / "odd"
     DatasetDict(first=Dataset.from_dict({"a": [1]})).save_to_disk(odd)
     with pytest.raises(
-        DataError, match=r"^train: \S*odd has no split train; it has first. Name a split's own folder: "
+        DataError,
+        match=r"^train: \S*odd has no split train; it has first. Give one of these as split, or name its own folder: ",
     ):
         read(odd)
     with pytest.raises(
         DataError,
-        match=r"^train: \S*odd has no split test or validation; it has first. Hold some "
-        r"of train out with validation_size, or name a split's own folder: .*odd/first.$",
+        match=r"^train: \S*odd has no split test or validation; it has first. Hold some of "
+        r"train out with validation_size, give one of these as validation_split, or name its own folder: .*odd/first.$",
     ):
         read(odd, split="validation")
     assert read(odd / "first") == [(f"{odd}/first, row 1", {"a": 1})]
@@ -256,7 +268,10 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="in its place.* Set subset and name to null, if that is of another data set"):
         read("nobody/nothing-of-the-kind", subset="part", name="main")
     monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: DatasetDict(dev=Dataset.from_dict({"a": [1]})))
-    with pytest.raises(DataError, match="train: some/pairs has no split train; it has dev. Name another source"):
+    with pytest.raises(
+        DataError,
+        match="train: some/pairs has no split train; it has dev. Give one of these as split, or name another source",
+    ):
         read("some/pairs")
 
 
@@ -266,7 +281,7 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
     (RuntimeError("Disk quota exceeded (os error 122)"), False, r"Make room for the hub's cache \(.*HF_HOME"),
     (OSError(errno.EROFS, "Read-only file system", "/cache/x"), False, r"Let the hub's cache \(.* be written and read"),
     (ValueError("Dataset 'a/b' is a gated dataset"), False, "Ask for access at .*/datasets/me/pairs, then log in"),
-    (ConnectionError("Couldn't reach"), True, "in its place.* hf download --repo-type dataset me/pairs gives"),
+    (ConnectionError("Couldn't reach"), True, "hf download --repo-type dataset me/pairs --local-dir FOLDER gives a"),
     (RepositoryNotFoundError.__new__(RepositoryNotFoundError), False, "in its place. If it is a private one, log in"),
     (FileNotFoundError("me/pairs cannot be accessed"), False, "in its place. If it is a private one, log in"),
 ])  # fmt: skip
@@ -299,15 +314,18 @@ def test_a_configuration_that_is_missing_or_unknown(name, tmp_path, monkeypatch)
 
 def test_settings_of_a_hub_id_need_one(tmp_path):
     path = str(file(tmp_path / "x.jsonl", '{"a": 1}'))
-    for sources_ in ((path,), (path, path), (str(tmp_path),)):
-        check_hub_settings(*sources_, subset=None, name=None)
+    for sources_ in ([path], [path, path], [str(tmp_path)]):
+        check_part_settings({"train": sources_, "subset": None, "name": None, "split": None, "validation_split": None})
         for settings in ({"subset": "a"}, {"name": "a", "subset": None}):
             with pytest.raises(
                 DataError, match="would have no effect: only a hub id has that, and .* is none. Remove it"
             ):
-                check_hub_settings(*sources_, **settings)
-    for sources_ in (("some/pairs",), ("some/pairs", path), (path, "some/pairs")):
-        check_hub_settings(*sources_, subset="a", name="a")
+                check_part_settings({"train": sources_, **settings})
+    for sources_ in (["some/pairs"], ["some/pairs", path], [path, "some/pairs"]):
+        check_part_settings({"train": sources_, "subset": "a", "name": "a", "split": "a", "validation_split": "a"})
+        check_part_settings(
+            {"train": path, "validation": sources_, "subset": "a", "name": "a", "validation_split": "a"}
+        )
     assert is_hub_id("some/pairs") and is_hub_id("squad")
     assert not any(map(is_hub_id, ("", "some/pairs.jsonl", "/no/where", path, str(tmp_path))))
 

@@ -37,7 +37,7 @@ class Prompts(SplitTask):
     Args:
         tokenizer: with a chat template, unless prompts are token ids or `chat` is off.
         validation: file, folder or hub id; of a hub id or a saved `DatasetDict` its `test` split. None holds rows of
-            `train` out.
+            `train` out, or takes its `validation_split`.
         chat: text becomes a message of the user in the tokenizer's chat template, and a dialogue in hh-rlhf's form a
             conversation. False takes it as it is, with the special tokens that the tokenizer adds and, after a
             dialogue, the `Assistant:` that asks for the response.

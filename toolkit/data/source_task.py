@@ -24,7 +24,7 @@ from toolkit.data.rows import (
     usable_rows,
     with_first,
 )
-from toolkit.data.sources import Source, check_hub_settings, has_splits, names_of, read_rows
+from toolkit.data.sources import Source, check_part_settings, has_splits, names_of, read_rows
 from toolkit.data.task import Task
 from toolkit.errors import DataError
 
@@ -52,6 +52,8 @@ class SourceTask(Task):
         train: file, folder or hub id, as `toolkit.data.sources` reads them; or several, read one after the other.
         subset: `data_dir` of a hub id, for example "harmless-base"; or several, read one after the other.
         name: configuration of a hub id that has several: "main" for openai/gsm8k.
+        split: of a hub id or a saved `DatasetDict`, for training: "train_prefs" for
+            HuggingFaceH4/ultrafeedback_binarized. None takes `train`.
         chat: a conversation is written in the tokenizer's chat template, and a prompt that is text becomes a message of
             the user. False writes conversations in hh-rlhf's own form and takes text as it is, with the special tokens
             that the tokenizer adds.
@@ -67,6 +69,7 @@ class SourceTask(Task):
     _: KW_ONLY
     subset: str | list[str] | None = None
     name: str | None = None
+    split: str | None = None
     chat: bool = True
     system: str | None = None
     on_long: OnLong = "leave_out"
@@ -83,7 +86,7 @@ class SourceTask(Task):
             if source == []:
                 what = ("part", "one") if field == "subset" else ("source", "a file, a folder or a hub id")
                 raise DataError(f"it names no {what[0]}.", field=field, remedy=f"Name {what[1]}.")
-        check_hub_settings(*chain(*map(names_of, sources.values())), subset=self.subset, name=self.name)
+        check_part_settings(vars(self))
         check_columns(self.columns, self.known_columns)
         for name, value in vars(self).items():
             if name.startswith("max_"):
@@ -105,7 +108,8 @@ class SourceTask(Task):
 
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         names = names_of(source)
-        settings: dict[str, Any] = {"subset": self.subset, "name": self.name}
+        own_split = self.split if split == "train" else vars(self).get("validation_split")
+        settings: dict[str, Any] = {"subset": self.subset, "name": self.name, "own_split": own_split}
         named_by = split if getattr(self, split, None) is not None else "train"
         sources = (with_first(read_rows(one, field=named_by, split=split, **settings)) for one in names)
         rows, source = chain.from_iterable(sources), listed(names)
@@ -197,24 +201,32 @@ class SplitTask(SourceTask):
     Args:
         validation: as `train`. None holds `validation_size` rows of `train` out or, where that is None too,
             takes the `test` split of a hub id or a saved `DatasetDict`.
-        validation_size: rows of `train` to hold out where `validation` is None; a few more if prompts repeat, since
-            rows with the same prompt stay together.
+        validation_split: of a hub id or a saved `DatasetDict`, held out: of `validation` or, where that is None, of
+            `train`, of which no other rows are then held out. None takes `test`, or `validation` where there is none.
+        validation_size: rows of `train` to hold out where `validation` and `validation_split` are None; a few more if
+            prompts repeat, since rows with the same prompt stay together.
         seed: draws the rows to hold out.
         max_validation_rows: at most so many rows for validation, the first that can be used. None takes all.
     """
 
     validation: str | list[str] | None = None
     _: KW_ONLY
+    validation_split: str | None = None
     validation_size: int | None = None
     seed: int = 0
     max_validation_rows: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.validation is None:
-            _check_positive("validation_size", self.validation_size)
-        elif self.validation_size is not None and type(self).validation_size is None:
-            raise DataError("it has no effect with validation.", field="validation_size", remedy="Remove one of them.")
+        _check_positive("validation_size", self._number_held_out)
+        if self._number_held_out is None and self.validation_size is not None and type(self).validation_size is None:
+            other = "validation" if self.validation is not None else "validation_split"
+            raise DataError(f"it has no effect with {other}.", field="validation_size", remedy="Remove one of them.")
+
+    @property
+    def _number_held_out(self) -> int | None:
+        """How many of the training rows are held out; None where held-out rows have a source or split of their own."""
+        return self.validation_size if self.validation is None and self.validation_split is None else None
 
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         """The prompts of encoded rows: those that share one are held out together."""
@@ -222,12 +234,12 @@ class SplitTask(SourceTask):
 
     @cached_property
     def _splits(self) -> Mapping[str, Split]:
-        if self.validation is None and self.validation_size is not None:
+        if self._number_held_out is not None:
             # All are read: another limit draws no other rows.
             every = self._read("train", self.train)
             prompts = self._prompts_of(every.rows)
             source, left_out = listed(names_of(self.train)), every.listed()
-            held_out = draw_held_out(prompts, self.validation_size, seed=self.seed, source=source, left_out=left_out)
+            held_out = draw_held_out(prompts, self._number_held_out, seed=self.seed, source=source, left_out=left_out)
             rest = sorted({*range(len(every.rows))}.difference(held_out))
             return {
                 "train": every.take(rest[: self.max_train_rows]),

@@ -1,4 +1,4 @@
-"""Rows of any source: a file that `files` reads, a folder that datasets' `save_to_disk` wrote, or a hub id.
+"""Rows of any source: a file that `files` reads, a folder of `save_to_disk` or of `hf download`, or a hub id.
 
 Nothing is unpickled and no code of a data set is run.
 """
@@ -6,28 +6,38 @@ Nothing is unpickled and no code of a data set is run.
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
+from typing import Any
 
 from datasets import DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from toolkit import hub
 from toolkit.data.files import READERS, Row, listed, numbered, reason, shown
 from toolkit.errors import DataError, within
 
 Source = str | list[str]
-HUB_SETTINGS = ("subset", "name")
+PART_SETTINGS = ("subset", "name", "split", "validation_split")
+"""What selects a part of a source. A file has none of them, and a saved `DatasetDict` splits alone."""
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # of save_to_disk
+_WITHOUT_ROWS = (*_SAVED, "dataset_infos.json")  # the last of a hub's older data sets
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # What datasets says where a configuration is missing or unknown.
 _CONFIGURATIONS = re.compile(r"(?:the available configs: |not found\. Available: )\[(.*)\]")
 
 
 def read_rows(
-    source: str, *, field: str, split: str = "train", subset: Source | None = None, name: str | None = None
+    source: str,
+    *,
+    field: str,
+    split: str = "train",
+    own_split: str | None = None,
+    subset: Source | None = None,
+    name: str | None = None,
 ) -> Iterator[Row]:
     """Every row of a source as `(place, row)`, for example `("data/queries.jsonl, line 3", {"query": …})`.
 
@@ -36,17 +46,22 @@ def read_rows(
     Args:
         source: file, folder or hub id.
         field: what named it, for errors: "train".
-        split: of a hub id or a saved `DatasetDict`: "train", or anything else for the held-out one, which is
-            `test`, or `validation` where there is no `test`.
-        subset: `data_dir` of a hub id; or several, read one after the other.
-        name: of a hub id's configuration, where it has several.
+        split: of a source that has splits: "train", or anything else for the held-out one, which is `test`, or
+            `validation` where there is no `test`.
+        own_split: what the source itself calls that one, if it has another name there.
+        subset: `data_dir` of a hub id, or of the folder of one; or several, read one after the other.
+        name: of the configuration of a hub id or such a folder, where it has several.
     """
     path = _path(source)
-    accepted = f"Name a {', '.join(READERS)} file, a folder that save_to_disk wrote, or a hub id."
+    accepted = f"Name a {', '.join(READERS)} file, a folder that save_to_disk or hf download wrote, or a hub id."
+    parts = names_of(subset) if subset is not None else [None]
     with within(field):
         mode = _mode(path) if source.strip() else None
-        if mode is not None and S_ISDIR(mode):
-            yield from _read_folder(path, split)
+        if mode is not None and S_ISDIR(mode) and not _is_downloaded(path):
+            yield from _read_folder(path, split, own_split)
+        elif mode is not None and S_ISDIR(mode):
+            for part in parts:
+                yield from _rows_of(_from_folder(path, part, name), str(path), part, split, own_split)
         elif path.suffix.lower() in READERS:
             if mode is None:
                 wrong = f"{shown(str(path))}: there is no such file."
@@ -56,11 +71,11 @@ def read_rows(
             yield from READERS[path.suffix.lower()](path)
         elif mode is not None:
             raise DataError(f'{shown(str(path))} ends in "{path.suffix}", which is not read.', remedy=accepted)
-        elif not _HUB_ID.fullmatch(source):
+        elif not _may_be_hub_id(source):
             raise DataError(f'there is no "{shown(source)}".', remedy=f"{_nearest(path)} {accepted}".strip())
         else:
-            for part in names_of(subset) if subset is not None else [None]:
-                yield from _read_hub(source, split, part, name)
+            for part in parts:
+                yield from _rows_of(_from_hub(source, part, name), source, part, split, own_split)
 
 
 def _path(source: str) -> Path:
@@ -93,22 +108,68 @@ def names_of(source: Source | None) -> list[str]:
 
 
 def has_splits(source: Source) -> bool:
-    """Whether each source brings a held-out part of its own: a hub id or a saved `DatasetDict`."""
-    return all(os.path.lexists(_path(one) / "dataset_dict.json") or is_hub_id(one) for one in names_of(source))
+    """Whether each source may bring a held-out part of its own: a hub id, the folder of one, a saved `DatasetDict`."""
+    return all(os.path.lexists(_path(one) / "dataset_dict.json") or is_of_hub(one) for one in names_of(source))
 
 
 def is_hub_id(source: str) -> bool:
     """Whether the hub is asked for the source: nothing here has that name, and a hub id may have it."""
     path = _path(source)
-    return not os.path.exists(path) and path.suffix.lower() not in READERS and bool(_HUB_ID.fullmatch(source))
+    return not os.path.exists(path) and path.suffix.lower() not in READERS and _may_be_hub_id(source)
 
 
-def check_hub_settings(*sources: str, **settings: Source | None) -> None:
-    """Raises DataError if one of `HUB_SETTINGS` is given, and none of a task's sources is a hub id."""
-    given = [name for name, value in settings.items() if value is not None]
-    if given and not any(map(is_hub_id, sources)):
-        why = f"only a hub id has that, and {' and '.join(map(shown, sources))} is none."
-        raise DataError(f"{' and '.join(given)} would have no effect: {why}", field=given[0], remedy="Remove it.")
+def _may_be_hub_id(source: str) -> bool:
+    """Whether datasets would ask the hub: "json" and the like are its own readers, of all files of a folder."""
+    return bool(_HUB_ID.fullmatch(source)) and source not in _PACKAGED_DATASETS_MODULES
+
+
+def is_of_hub(source: str) -> bool:
+    """Whether the source is a hub id, or the folder of one."""
+    return is_hub_id(source) or _is_downloaded(_path(source))
+
+
+def _is_downloaded(path: Path) -> bool:
+    """Whether a folder is one that datasets finds its way in, as in a data set of the hub.
+
+    It is if `hf download` wrote it, which leaves its mark, or if no file lies in it that could be named in its place:
+    of several that do, datasets would pass over those of another kind than most without a word.
+    """
+    try:
+        if not path.is_dir() or any(os.path.lexists(path / name) for name in ("dataset_dict.json", "state.json")):
+            return False
+        return (path / ".cache" / "huggingface").is_dir() or not _files_in(os.listdir(path))
+    except (OSError, ValueError):  # reading it says why
+        return False
+
+
+def _files_in(names: list[str]) -> list[str]:
+    """Those of the names that a file with rows may have."""
+    return [name for name in names if Path(name).suffix.lower() in READERS and Path(name).name not in _WITHOUT_ROWS]
+
+
+def sources_of(setting: str, data: Mapping[str, Any]) -> list[str]:
+    """The sources among the settings of a task of which one of `PART_SETTINGS` selects a part."""
+    train, held_out = (names_of(data.get(field)) for field in ("train", "validation"))
+    of_one = {"split": train, "validation_split": held_out or train}
+    return of_one.get(setting, [*train, *held_out])
+
+
+def has_part(setting: str, source: str) -> bool:
+    """Whether a source may have what one of `PART_SETTINGS` selects."""
+    return is_of_hub(source) if setting in ("subset", "name") else has_splits(source)
+
+
+def check_part_settings(data: Mapping[str, Any]) -> None:
+    """Raises DataError if one of `PART_SETTINGS` is among a task's settings, and none of its sources has such parts."""
+    wrong: dict[str, list[str]] = {}
+    for setting in PART_SETTINGS:
+        sources = sources_of(setting, data)
+        if data.get(setting) is not None and not any(has_part(setting, source) for source in sources):
+            has = "a hub id has that" if setting in ("subset", "name") else "a hub id or a DatasetDict has splits"
+            why = f"would have no effect: only {has}, and {' and '.join(map(shown, sources))} is none."
+            wrong.setdefault(why, []).append(setting)
+    for why, settings in wrong.items():
+        raise DataError(f"{' and '.join(settings)} {why}", field=settings[0], remedy="Remove it.")
 
 
 def _nearest(path: Path) -> str:
@@ -128,7 +189,7 @@ def _holds_an_object(path: Path) -> bool:
         return False
 
 
-def _read_folder(path: Path, split: str) -> Iterator[Row]:
+def _read_folder(path: Path, split: str, own_split: str | None) -> Iterator[Row]:
     try:
         inside = sorted(path.iterdir())
         for entry in [*inside, *(below for folder in inside if folder.is_dir() for below in folder.iterdir())]:
@@ -142,7 +203,7 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
     try:
         data = load_from_disk(str(path))
         if isinstance(data, DatasetDict):
-            name = _split_name(data, split, str(path), f"a split's own folder: {path / next(iter(data))}")
+            name = _split_name(data, split, own_split, str(path), f"its own folder: {path / next(iter(data))}")
             path, data = path / name, data[name]
         # As Arrow, since rows in Python would decode pictures and sound that nobody asked for.
         yield from numbered(str(path), data.with_format("arrow").iter(batch_size=1000))
@@ -151,40 +212,83 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
     except PermissionError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).", remedy="Check its permissions.") from error
     except Exception as error:  # of datasets and pyarrow, as the damage has it
-        files = [entry.name for entry in inside if entry.suffix.lower() in READERS and entry.name not in _SAVED]
-        others = f", or one of its files: {listed(files[:5])}" if files else ""
-        wrong = f"{path} is no folder that datasets can read ({reason(error)})."
-        raise DataError(wrong, remedy=f"Name one that save_to_disk wrote{others}.") from error
+        raise _no_folder(path, error, _files_in([entry.name for entry in inside])) from error
 
 
-def _read_hub(source: str, split: str, subset: str | None, name: str | None) -> Iterator[Row]:
+def _no_folder(path: Path, error: Exception, files: list[str]) -> DataError:
+    others = f", or one of its files: {listed(files[:5])}" if files else ""
+    wrong = f"{path} is no folder that datasets can read ({reason(error)})."
+    return DataError(wrong, remedy=f"Name one that save_to_disk or hf download wrote{others}.")
+
+
+def _from_folder(path: Path, subset: str | None, name: str | None) -> DatasetDict:
+    """What datasets makes of the files of a folder, in its own cache: nothing is written to the folder."""
+    whole = os.path.abspath(path)  # else "json" would be one of datasets' own readers
+    try:
+        return load_dataset(whole, name, data_dir=subset)
+    except Exception as error:  # of datasets, pyarrow and yaml, as the damage has it
+        _check_configuration(str(path), name, error)
+        why = _cause(error)
+        if isinstance(why, PermissionError) and str(why.filename).startswith(whole):
+            wrong = f"{path}: cannot be read ({why.strerror}: {shown(str(why.filename))})."
+            raise DataError(wrong, remedy="Check its permissions.") from error
+        if remedy := hub.way_to_cache(error):
+            raise DataError(f"{path} cannot be read ({reason(why)}).", remedy=remedy) from error
+        below = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
+        refused = _no_folder(path, why, _files_in(below))
+        if remedy := _without_settings(subset, name):
+            refused.add_remedy(remedy)
+        raise refused from error
+
+
+def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
     host = hub.silent_host()
     try:
-        data = load_dataset(source, name, data_dir=subset)
+        return load_dataset(source, name, data_dir=subset)
     except Exception as error:  # of httpx, huggingface_hub, datasets and pyarrow, without a common root
-        if available := _CONFIGURATIONS.search(str(error)):
-            seen = "none is named" if name is None else f'"{name}" is none of them'
-            wrong = f"{source} has the configurations {available.group(1)}, and {seen}."
-            raise DataError(wrong, remedy="Give one as name.") from error
-        # datasets says of some no more than that they happened "while generating the dataset".
-        why = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        wrong = f'"{source}" is no file, and the hub did not give it ({reason(why)}).'
+        _check_configuration(source, name, error)
+        wrong = f'"{source}" is no file, and the hub did not give it ({reason(_cause(error))}).'
         if host:
             wrong = f'"{source}" is no file here and not in the cache of the hub, and {host} does not answer.'
         otherwise = f"{_nearest(Path(source))} Name files in its place.".strip()
         remedy = hub.way_to(source, error, otherwise=otherwise, of_data=True)
-        if given := " and ".join(key for key, value in (("subset", subset), ("name", name)) if value is not None):
-            remedy += f" Set {given} to null, if that is of another data set."
-        raise DataError(wrong, remedy=remedy) from error
-    part = _split_name(data, split, source, "another source")
+        raise DataError(wrong, remedy=f"{remedy} {_without_settings(subset, name)}".strip()) from error
+
+
+def _cause(error: Exception) -> Exception:
+    """What says why: datasets says of some no more than that they happened "while generating the dataset"."""
+    cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None
+    return cause if isinstance(cause, Exception) else error
+
+
+def _check_configuration(source: str, name: str | None, error: Exception) -> None:
+    """Raises DataError if an error of datasets is of a configuration that is missing or unknown."""
+    if available := _CONFIGURATIONS.search(str(error)):
+        seen = "none is named" if name is None else f'"{name}" is none of them'
+        wrong = f"{source} has the configurations {available.group(1)}, and {seen}."
+        raise DataError(wrong, remedy="Give one as name.") from error
+
+
+def _without_settings(subset: str | None, name: str | None) -> str:
+    given = " and ".join(key for key, value in (("subset", subset), ("name", name)) if value is not None)
+    return f"Set {given} to null, if that is of another data set." if given else ""
+
+
+def _rows_of(data: DatasetDict, source: str, subset: str | None, split: str, own_split: str | None) -> Iterator[Row]:
     place = source if subset is None else f"{source}/{subset}"
+    part = _split_name(data, split, own_split, place, "another source")
     yield from numbered(f"{place} ({part})", data[part].with_format("arrow").iter(batch_size=1000))
 
 
-def _split_name(data: DatasetDict, split: str, place: str, next_step: str) -> str:
-    wanted = ("train",) if split == "train" else ("test", "validation")
+def _split_name(data: DatasetDict, split: str, own_split: str | None, place: str, next_step: str) -> str:
+    """What a data set calls a split; raises DataError, which lists those that are there, if it has none of the name."""
+    usual = ("train",) if split == "train" else ("test", "validation")
+    wanted = usual if own_split is None else (own_split,)
     if there := [name for name in wanted if name in data]:
         return there[0]
-    wrong = f"{place} has no split {' or '.join(wanted)}; it has {', '.join(data)}."
-    held_out = "" if split == "train" else "Hold some of train out with validation_size, or n"
-    raise DataError(wrong, remedy=f"{held_out or 'N'}ame {next_step}.")
+    wrong = f"{place} has no split {' or '.join(map(shown, wanted))}; it has {listed(data)}."
+    setting = "split" if split == "train" else "validation_split"
+    if own_split is not None:
+        raise DataError(wrong, remedy=f"Give one of these as {setting}.")
+    held_out = "G" if split == "train" else "Hold some of train out with validation_size, g"
+    raise DataError(wrong, remedy=f"{held_out}ive one of these as {setting}, or name {next_step}.")

@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.representer import RepresenterError
 
 from toolkit.data import TASKS
-from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
+from toolkit.data.sources import PART_SETTINGS, has_part, sources_of
 from toolkit.disk import MANIFEST
 from toolkit.errors import Problem, RecipeError, did_you_mean
 from toolkit.rewards.function import beside
@@ -226,7 +226,22 @@ def _without_what_hides(values: dict[str, Any], given: Collection[str]) -> dict[
     return values
 
 
-def _without_the_replaced(values: dict[str, Any], given: Collection[str], begun: dict[str, Any]) -> dict[str, Any]:
+# Of two of these that are given for held-out rows one would have no effect.
+_HELD_OUT_BY = tuple(
+    pair for key in ("validation", "validation_split") for pair in ((key, "validation_size"), ("validation_size", key))
+)
+
+
+def _of_others(data: Mapping[str, Any], begun: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that select a part of what a section of data has `begun` with, where it names none of these sources now."""
+    before = sources_of("", begun)
+    for key in PART_SETTINGS:
+        now = sources_of(key, data)
+        if now != sources_of(key, begun) and not any(name in before and has_part(key, str(name)) for name in now):
+            yield key
+
+
+def _without_the_replaced(values: dict[str, Any], given: Set[str], begun: dict[str, Any]) -> dict[str, Any]:
     """The recipe without what it says of a task, of a source of the hub, or of held-out rows, in whose place others are
     given than it `begun` with."""
     for section in DATA_SECTIONS:
@@ -237,15 +252,11 @@ def _without_the_replaced(values: dict[str, Any], given: Collection[str], begun:
             known = {name for one in TASKS.values() for name in owner_fields(one)}  # a misspelt key is no other task's
             others = (data.keys() & known) - {"task", *owner_fields(task)}
             data = values[section] = {k: v for k, v in data.items() if k not in others or f"{section}.{k}" in given}
-        held_out = () if f"{section}.validation" in given else names_of(data.get("validation"))
-        now, before = (names_of(of.get("train")) for of in (data, at_section(begun, section)))
-        kept = now == before or any(is_hub_id(str(name)) for name in now if name in before)
-        other = f"{section}.train" in given and not kept
-        if other and not any(is_hub_id(str(name)) for name in held_out):
-            for key in HUB_SETTINGS:
+        if not given.isdisjoint({f"{section}.train", f"{section}.validation"}):
+            for key in _of_others(data, at_section(begun, section)):
                 if f"{section}.{key}" not in given:
                     data.pop(key, None)
-        for key, instead in (("validation", "validation_size"), ("validation_size", "validation")):
+        for key, instead in _HELD_OUT_BY:
             if data.get(key) is not None and f"{section}.{key}" in given and f"{section}.{instead}" not in given:
                 data.pop(instead, None)
     return values

@@ -309,9 +309,6 @@ def presets(stage: str, values: dict[str, Any], *, precision: Precision, model: 
     ours: dict[str, Preset] = {}
     if not torch.cuda.is_available():
         ours["use_cpu"] = Preset(True, "no GPU is here")
-    if stage == "reward":
-        # TRL would leave out pairs over it without a word.
-        ours["max_length"] = Preset(None, "the data section has limits, and reports what they leave out")
     reason = f"{model}.dtype is {precision}"
     ours["bf16"] = Preset(precision.dtype == "bfloat16" and not values.get("fp16"), reason)
     ours["fp16"] = Preset(precision.dtype == "float16" and not values.get("bf16"), reason)

@@ -25,7 +25,7 @@ from toolkit.errors import DataError
 from toolkit.functional import first_differences, token_level_preference_loss, wilson_interval
 from toolkit.reports import ScoredPair
 from toolkit.rewards import read_sequences
-from toolkit.settings import check, setting
+from toolkit.settings import AT_LEAST_1, check, setting
 from toolkit.trainers.common import SupervisedTrainer, in_place_of_progress
 
 
@@ -37,6 +37,12 @@ class RewardConfig(TRLRewardConfig):
         "bradley_terry",
         "Of pairs: the difference of the two scores, or that of the two values at every token from the first where "
         "they differ.",
+    )
+    max_length: int | None = setting(
+        None,
+        "Tokens of a side: TRL, whose default is 1024, leaves out longer pairs and says nothing. A recipe is refused a "
+        "number here: the data section has limits, and reports what they leave out.",
+        AT_LEAST_1,
     )
 
     def __post_init__(self) -> None:
