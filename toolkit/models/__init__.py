@@ -1,14 +1,14 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
 `load` has every model from a `ModelSpec`, in the precision that `precision` finds fast where none is named, and
-`pretrained` what is read of a checkpoint before, `bits` what is quantised; `base_checks` tries on a few tokens
-(`trials`) what all else relies on, `logit_changes` what comes after `lm_head`. `roles` holds the adapters and switches
-them (nothing else does), `forward` reads values, scores and log-probabilities of `sequences`, whose rows `attention`
-keeps apart (`causal_attention` those in bfloat16 on a CPU), `q_values` reads a role's logits as Q-values. `value_model`
-is a value role with a base of its own and `classifier` a reward with one. `adapters` saves and loads PEFT folders,
-`views` shows roles to trainers that are not ours, `lora` has all that is used of PEFT beyond its public interface,
-`fused_lora` computes its layers, and `decoding` is the loop over new tokens, whose passes `graphs` records on a card;
-`caches` has what transformers calls the cache.
+`pretrained` what is read of a checkpoint before, `text_models` that of one with more parts than text, `bits` what is
+quantised; `base_checks` tries on a few tokens (`trials`) what all else relies on, `logit_changes` what comes after
+`lm_head`. `roles` holds the adapters and switches them (nothing else does), `forward` reads values, scores and
+log-probabilities of `sequences`, whose rows `attention` keeps apart (`causal_attention` those in bfloat16 on a CPU),
+`q_values` reads a role's logits as Q-values. `value_model` is a value role with a base of its own and `classifier` a
+reward with one. `adapters` saves and loads PEFT folders, `views` shows roles to trainers that are not ours, `lora` has
+all that is used of PEFT beyond its public interface, `fused_lora` computes its layers, and `decoding` is the loop over
+new tokens, whose passes `graphs` records on a card; `caches` has what transformers calls the cache.
 """
 
 from toolkit.models.adapters import (

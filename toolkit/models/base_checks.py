@@ -64,6 +64,8 @@ def check_base(
     check_bits(getattr(model.config, "quantization_config", None))
     if not hasattr(model.get_output_embeddings(), "in_features"):
         raise ModelError(f"a {name} has no linear layer lm_head.", remedy=SUGGESTION)
+    if model.base_model is model:  # Llama 4's class gives it the name that it has beside a vision part
+        raise ModelError(f"a {name} has no base_model, of which the last hidden state is read.", remedy=SUGGESTION)
     states = check_states(model, hidden_states)
     if states.is_meta:
         return as_they_are, states, False, False

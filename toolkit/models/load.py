@@ -47,6 +47,7 @@ from toolkit.models.pretrained import (
     weight_file_problems,
     weights_outline,
 )
+from toolkit.models.text_models import check_text_alone, config_of_text, save_without_prefix
 from toolkit.models.trials import raise_of_the_card
 
 Kind = Literal["causal_lm", "sequence_classifier"]
@@ -161,6 +162,7 @@ def load_with_report(
         )
     if own is not None:
         cast_what_is_not_quantised(model, arguments["dtype"])
+    save_without_prefix(model)
     check_weights_alone(spec.model, config)  # of a hub id, whose cache knows of an adapter now
     _check_complete(spec.model, report, kind, trained=trained)
     # In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks 4-bit weights for a kernel outside autograd, for good:
@@ -270,6 +272,8 @@ def model_config(
         if getattr(config, "_commit_hash", None) is None:  # transformers 5.23 notes it no more
             config._commit_hash = cached_commit(spec.model, spec.revision)
         check_weights_alone(spec.model, config)
+        if kind == "causal_lm":
+            config = config_of_text(config)
         take_own_bits(config, spec.model, spec.quantization, spec.dtype)
         if kind == "causal_lm":
             _check_decoder(config, spec)
@@ -350,11 +354,7 @@ def _check_size(config: PreTrainedConfig, spec: ModelSpec) -> None:
 
 
 def _check_decoder(config: PreTrainedConfig, spec: ModelSpec) -> None:
-    parts = [name for name in ("text_config", "vision_config", "audio_config") if getattr(config, name, None)]
-    if parts:
-        wrong = f'"{spec.model}" is of type {config.model_type}, with {" and ".join(parts)}: multimodal models are not '
-        wrong += "supported."
-        raise ModelError(wrong, field="model", remedy="Name a checkpoint of text alone.")
+    check_text_alone(config, str(spec.model))
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or spec.trust_remote_code
     if config.is_encoder_decoder or not known:
         wrong = f'"{spec.model}" is of type {config.model_type}, which is not a decoder-only language model.'
