@@ -141,8 +141,11 @@ class Drawn:
 
 def warned(evaluations: Iterator[tuple[dict[str, float], Sequence[str]]]) -> set[str]:
     """The signs of which a run of these evaluations warns."""
-    watch = Watch()
-    return {warning["name"] for at in enumerate(evaluations) for warning in watch.evaluated(at[0], *at[1], prompts=())}
+    watch, names = Watch(), set[str]()
+    for step, (metrics, responses) in enumerate(evaluations):
+        prompts = [*map(str, range(len(responses)))]  # as many different ones
+        names |= {warning["name"] for warning in watch.evaluated(step, metrics, responses, prompts)}
+    return names
 
 
 def by_chance(drawn: Drawn, size: int, runs: int) -> dict[str, int]:

@@ -151,6 +151,16 @@ def test_metrics_by_hand(tokenizer):
     assert set(Instructions(tokenizer).metrics(rollout)) <= set(Instructions.metric_names)
 
 
+def test_a_thought_that_the_prompt_opens_keeps_no_rule(tokenizer):
+    columns = {"rules": [[{"rule": "no_comma", "required": False}]] * 3, "composition": ["one"] * 3}
+    texts = ["hm", "hm</think>yes", "hm</think>yes, yes"]
+    rollout = Rollout(["Q<think>\n"] * 3, texts, [[1]] * 3, [[2]] * 3, [True] * 3, columns)
+    third = pytest.approx(1 / 3)
+    assert Instructions(tokenizer).metrics(rollout) == dict.fromkeys(
+        ("satisfied", "satisfied_one", "kept_no_comma"), third
+    )
+
+
 def test_what_cannot_be_is_said(tokenizer):
     with pytest.raises(DataError, match="at least 3 prompts are needed, got 2"):
         Instructions(tokenizer, test_size=2)

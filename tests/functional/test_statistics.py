@@ -72,6 +72,22 @@ def test_standard_error_by_hand():
     assert standard_error(torch.tensor([1.0])) == 0.0
 
 
+def test_standard_error_of_groups_by_hand():
+    # a nine times 0, b once 1: mean 0.1; sums of what they are off it -0.9 and 0.9; √(2 · 2 · 0.81) / 10.
+    uneven = {"groups": [*"aaaaabaaaa"]}
+    assert standard_error(torch.tensor([0.0] * 5 + [1.0] + [0.0] * 4), **uneven) == pytest.approx(0.18)
+    assert standard_error(torch.tensor([0.2] * 5 + [0.0] + [0.2] * 4), **uneven) == pytest.approx(0.036)
+    assert standard_error(torch.tensor([1.0, 3.0]), groups=[(1,), (1,)]) == 0.0
+
+
+def test_standard_error_of_equal_groups_is_that_of_their_means():
+    values = torch.tensor([[3.0, 5.0, -1.0], [0.5, 2.0, 2.0], [7.0, -4.0, 1.0], [9.0, 9.0, 2.5]])
+    means = values.numpy().mean(axis=1)
+    for groups, ordered in (("aaabbbcccddd", values), ("abcdabcdabcd", values.T)):
+        found = standard_error(ordered.flatten(), groups=groups)
+        assert found == pytest.approx(means.std(ddof=1) / 2, rel=1e-6)
+
+
 def test_wilson_interval_against_a_published_example():
     # Newcombe 1998, Statistics in Medicine 17, table I, method 3: 81 of 263 and 0 of 20.
     assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)

@@ -36,6 +36,16 @@ def test_rows_of_one_prompt_are_one():
     assert verdict({}, ten * 5) == said
 
 
+def test_where_prompts_repeat_unevenly_the_difference_is_that_of_the_two_scores():
+    """Nine rows of a rise by 0.2 and the one of b falls by 1: from 0.1 to 0.18, and √2 · √(2 · 1.08²) / 10 = 0.216."""
+    uneven = [{"prompt": "a", "before_score": 0.0, "after_score": 0.2}] * 9
+    uneven.append({"prompt": "b", "before_score": 1.0, "after_score": 0.0})
+    said = verdict(result(0.1, 0.18, 0.18, 0.036), uneven)
+    assert said == (
+        "The score did not change by more than its noise: +0.08 ± 0.22, 0.4 standard errors over the same 2 prompts."
+    )
+
+
 def test_of_one_prompt_there_is_nothing_to_say():
     for times in (1, 3):
         assert verdict(result(1.0, 0.0, 2.0, 0.0), rows((1.0, 2.0)) * times) == ""

@@ -56,6 +56,15 @@ def test_the_share_of_rules_kept_those_for_all_and_those_of_a_row():
     assert KeptRules([short, comma], "rules")(said) == pytest.approx([1.0, 1 / 3, 0.0])
 
 
+@pytest.mark.parametrize("prompt", ["Q<think>\n", "Q<think>"])
+def test_a_thought_that_the_prompt_opens_is_no_part_of_a_response(prompt):
+    """One that is not finished has said nothing."""
+    said = rollout("no commas in here at all", "hm</think>yes", "hm,</think>yes", "a, b</think>a, b")
+    said = replace(said, prompts=[prompt] * 4)
+    assert KeptRules([{"rule": "no_comma"}])(said) == [0.0, 1.0, 1.0, 0.0]
+    assert KeptRules([{"rule": "no_comma"}])(replace(said, prompts=["Q<think></think>"] * 4)) == [1.0, 1.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("reward", "columns", "said"),
     [

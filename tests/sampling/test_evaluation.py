@@ -17,18 +17,24 @@ def evaluator(reward, *, temperature=1.0, batch_size=3, **settings):
     return Evaluator(sampler, reward, batch_size=batch_size, seed=3, **{**ratios, **settings})
 
 
+def total(ids):
+    return float(sum(ids))
+
+
 def test_metrics_by_hand_over_batches_that_do_not_divide():
     ended = []
-    measure = evaluator(count_reward(7), metrics=lambda r: {"rows": float(len(r))})
+    measure = evaluator(lambda r: list(map(total, r.response_ids)), metrics=lambda r: {"rows": float(len(r))})
     metrics, rollout, scores, *_ = measure(dataset(2).select(range(7)), after_batch=lambda: ended.append(1))
     assert len(ended) == 3 and len(rollout) == len(scores) == metrics["rows"] == 7
     assert rollout.columns["number"] == list(range(7)) and metrics["kl"] == 3.0
-    expected = [list(ids).count(7) / len(ids) for ids in rollout.response_ids]
+    expected = list(map(total, rollout.response_ids))
+    assert len(set(expected)) > 1
     assert scores.tolist() == pytest.approx(expected) and metrics["score"] == pytest.approx(sum(expected) / 7)
     assert metrics["length"] == sum(map(len, rollout.response_ids)) / 7
     assert metrics["eos_share"] == sum(rollout.ended) / 7
-    by_prompt = [(a + b) / 2 for a, b in zip(expected[:3], expected[4:], strict=True)] + [expected[3]]
-    assert metrics["score_se"] == pytest.approx(float(torch.tensor(by_prompt).std()) / 4**0.5)
+    off = [score - sum(expected) / 7 for score in expected]  # of the four prompts three stand twice
+    by_prompt = [one + other for one, other in zip(off[:3], off[4:], strict=True)] + [off[3]]
+    assert metrics["score_se"] == pytest.approx((4 / 3 * sum(one**2 for one in by_prompt)) ** 0.5 / 7)
 
 
 def test_rows_of_one_prompt_do_not_make_the_error_smaller():
@@ -41,6 +47,19 @@ def test_rows_of_one_prompt_do_not_make_the_error_smaller():
     for name in ("score", "judge"):
         assert once[name] == thrice[name] == 14.75
         assert once[f"{name}_se"] == pytest.approx((470.75 / 3) ** 0.5 / 2) == pytest.approx(thrice[f"{name}_se"])
+
+
+def test_score_and_error_are_of_the_same_mean_where_prompts_repeat_unevenly():
+    """Nine rows of one prompt score 0, and one of another 1: `tests/functional/test_statistics.py` has their error."""
+    second = PROMPTS[1]
+    rows = [{"input_ids": second if number == 5 else PROMPTS[0], "number": 0} for number in range(10)]
+
+    def is_second(rollout):
+        return [float(list(ids) == second) for ids in rollout.prompt_ids]
+
+    metrics = evaluator(is_second, judge=is_second)(rows).metrics
+    for name in ("score", "judge"):
+        assert metrics[name] == pytest.approx(0.1) and metrics[f"{name}_se"] == pytest.approx(0.18)
 
 
 def test_the_seed_is_its_own_and_the_caller_s_random_state_stays():
@@ -56,16 +75,45 @@ def test_the_seed_is_its_own_and_the_caller_s_random_state_stays():
 
 def test_a_reward_that_changes_is_left_as_it_was():
     reward = Counting()
-    assert evaluator(reward)(dataset(1)).scores.tolist() == [1.0, 1.0, 1.0, 2.0]
+    assert evaluator(reward)(dataset(1)).scores.tolist() == [1.0] * 4
     assert reward.calls == 0 and state_of(reward).state_dict() == {"calls": 0}
 
-    def breaks_off():
-        raise KeyboardInterrupt
+    class Stopped(Counting):
+        def __call__(self, rollout):
+            super().__call__(rollout)
+            raise KeyboardInterrupt
 
+    stopped = Stopped()
     with pytest.raises(KeyboardInterrupt):
-        evaluator(reward)(dataset(1), after_batch=breaks_off)
-    assert reward.calls == 0
+        evaluator(stopped)(dataset(1))
+    assert stopped.calls == 0
     assert state_of(torch.nn.Linear(1, 1)) is None and state_of(count_reward(7)) is None
+
+
+class Centred:
+    """The sum of a response's ids, less the mean of those that were scored before."""
+
+    seen, mean = 0, 0.0
+
+    def __call__(self, rollout):
+        totals = [total(ids) for ids in rollout.response_ids]
+        scores = [one - self.mean for one in totals]
+        self.mean = (self.mean * self.seen + sum(totals)) / (self.seen + len(totals))
+        self.seen += len(totals)
+        return scores
+
+    def state_dict(self):
+        return {"seen": self.seen, "mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.seen, self.mean = state["seen"], state["mean"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_each_batch_is_scored_from_the_same_state(size):
+    measured = evaluator(Centred(), judge=Centred(), batch_size=size)(dataset(2))
+    expected = [total(ids) for ids in measured.rollout.response_ids]
+    assert measured.scores.tolist() == measured.judged.tolist() == expected and len(set(expected)) > 1
 
 
 def test_parts_of_a_sum_and_dense_scores():
@@ -92,7 +140,7 @@ def test_a_judge_scores_the_same_responses():
 
 def test_what_a_judge_raises_is_the_judge_s():
     judge = Counting()
-    assert evaluator(count_reward(7), judge=judge)(dataset(1)).judged.tolist() == [1.0, 1.0, 1.0, 2.0]
+    assert evaluator(count_reward(7), judge=judge)(dataset(1)).judged.tolist() == [1.0] * 4
     assert judge.calls == 0
     with pytest.raises(RewardError, match=r"^judge: the reward returned None"):
         evaluator(count_reward(7), judge=lambda rollout: None)(dataset(1))
@@ -120,9 +168,18 @@ def test_the_highest_score_is_kept_and_of_equals_the_first():
         assert sampled.best.response_ids[i] == sampled.candidates.response_ids[6 * i + scores.index(max(scores))]
     assert float(sampled.scores.max()) > 0.0
     reward = Counting()
-    assert best(2, reward=reward).scores.flatten().tolist() == [1.0] * 5 + [2.0] * 3 and reward.calls == 0
+    assert best(2, reward=reward).scores.flatten().tolist() == [1.0] * 8 and reward.calls == 0
     same = best(3, reward=lambda rollout: [1.0] * len(rollout))
     assert same.best.response_ids == [same.candidates.response_ids[3 * i] for i in range(4)]
+
+
+def test_the_best_is_the_best_response_and_not_of_the_best_state():
+    """Of the four to a prompt, two batches have some."""
+    sampled = best(4, reward=Centred(), batch_size=3)
+    totals = [total(ids) for ids in sampled.candidates.response_ids]
+    assert sampled.scores.flatten().tolist() == totals
+    for i, response in enumerate(sampled.best.response_ids):
+        assert total(response) == max(totals[4 * i : 4 * i + 4])
 
 
 def test_one_is_the_sample_itself():

@@ -143,10 +143,12 @@ def test_scores_that_are_now_and_then_all_equal_are_at_a_bound():
     assert names(together) == ["scores_equal"]
 
 
-def test_of_one_response_no_judge_can_fall():
-    watch, one = Watch(), {**MEASURED, "score_se": 0.0, "judge_se": 0.0}
-    watch.evaluated(0, one, ANSWERS[:1], PROMPTS)
-    assert watch.evaluated(1, {**one, "score": 0.1, "judge": 0.9}, ANSWERS[:1], PROMPTS) == []
+@pytest.mark.parametrize("rows", [1, 20])
+def test_of_one_prompt_no_judge_can_fall(rows):
+    """However many rows it has: its error is 0."""
+    watch, one, prompts = Watch(), {**MEASURED, "score_se": 0.0, "judge_se": 0.0}, ["asked"] * rows
+    watch.evaluated(0, one, ANSWERS[:rows], prompts)
+    assert watch.evaluated(1, {**one, "score": 0.1, "judge": 0.9}, ANSWERS[:rows], prompts) == []
 
 
 def test_numbers_stand_in_the_text():
@@ -190,7 +192,7 @@ FOOLED = {
 }
 
 
-PROMPTS = ["asked"]
+PROMPTS = ["asked", "asked again"]
 
 
 def evaluated(*evaluations):
@@ -265,12 +267,13 @@ def test_an_evaluation_is_held_against_one_of_the_same_prompts():
     """A policy that says one sentence of each topic, of which validation has 9 and the test 18."""
     watch, said = Watch(), [f"{word} is what I like very much." for word in map(str, range(18))] * 4
     test, validation = said, [text for text in said if int(text.split()[0]) < 9]
-    assert watch.evaluated(0, MEASURED, test, ["of the test"]) == []
+    of_test, of_validation = ["of the test", "too"], ["of the validation", "too"]
+    assert watch.evaluated(0, MEASURED, test, of_test) == []
     better, worse = ({**MEASURED, "score": 0.5, "judge": judge} for judge in (-9.0, -20.0))
-    assert watch.evaluated(25, better, validation, ["of the validation"]) == []
-    assert watch.evaluated(50, better, validation, ["of the validation"]) == []
-    assert watch.evaluated(60, better, validation, ["of the test"])
-    new = watch.evaluated(75, {**worse, "score": 0.6}, validation, ["of the validation"])
+    assert watch.evaluated(25, better, validation, of_validation) == []
+    assert watch.evaluated(50, better, validation, of_validation) == []
+    assert watch.evaluated(60, better, validation, of_test)
+    new = watch.evaluated(75, {**worse, "score": 0.6}, validation, of_validation)
     assert "judge_falls" in [one["name"] for one in [*new, *watch.given]]
 
 

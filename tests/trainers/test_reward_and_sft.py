@@ -382,6 +382,14 @@ def test_the_loss_of_own_logits_is_divided_by_the_tokens_of_the_whole_step():
         torch.testing.assert_close(found, total / (number or len(given)), **FP32)
 
 
+def test_a_pair_is_as_long_as_it_is(tmp_path):
+    """TRL's own default leaves out one of 1,025 tokens, of those to train on and of those held out."""
+    long = Dataset.from_dict({"chosen_ids": [[1, *[5] * 1023, 2], [1, 5, 2]], "rejected_ids": [[1, 6, 2]] * 2})
+    args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **COMMON)
+    trainer = reward_trainer(args, doubling.tokenizer(), reward_base(), long, long, callbacks=[])
+    assert [len(trainer.train_dataset), len(trainer.eval_dataset)] == [2, 2]
+
+
 def test_columns_must_fit_the_head(tmp_path):
     args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **COMMON)
     with pytest.raises(
@@ -403,6 +411,44 @@ def test_an_evaluation_has_all_rows_where_training_drops_a_batch_that_is_not_ful
     trainer.args.dataloader_drop_last = False
     assert losses == [trainer.evaluate()["eval_loss"]] * 2
     assert trainer.evaluate(trainer.eval_dataset.to_iterable_dataset())["eval_loss"] == pytest.approx(losses[0])
+
+
+@pytest.mark.filterwarnings("ignore:.return_outputs=True.*are deprecated")  # TRL's, of what `predict` asks for
+@pytest.mark.parametrize("shared", [False, True])
+def test_held_out_figures_are_means_over_tokens_whatever_the_batches_are(shared, tmp_path):
+    """Responses of 1, 2 and 9 tokens, the last one greedy: by means of rows, batches of 2 would have another loss."""
+    base, prompt, rows = SharedBase(tiny_model()) if shared else tiny_model("gpt2"), [1, 5, 6, 7], [[2], [30, 2], []]
+    if shared:
+        base.add_role("policy", lora())
+        randomize(base, "policy")
+    model, loss, entropy, right = (base.causal_lm if shared else base).eval(), 0.0, 0.0, 0
+    with torch.no_grad(), base.role("policy") if shared else nullcontext():
+        for _ in range(9):
+            rows[2].append(int(model(torch.tensor([prompt + rows[2]])).logits[0, -1].argmax()))
+        for row in rows:
+            logprobs = model(torch.tensor([prompt + row])).logits[0, 3:-1].log_softmax(-1)
+            loss -= float(logprobs[range(len(row)), row].sum())
+            entropy -= float((logprobs.exp() * logprobs).sum())
+            right += int((logprobs.argmax(-1) == torch.tensor(row)).sum())
+    held_out = {"input_ids": [prompt + row for row in rows], "labels": [[-100] * 4 + row for row in rows]}
+    expected = {"eval_loss": loss / 12, "eval_entropy": entropy / 12, "eval_mean_token_accuracy": right / 12}
+    for size in (1, 2, 3):
+        settings = {**COMMON, "per_device_eval_batch_size": size, "gradient_checkpointing": False}
+        args, data = SFTConfig(output_dir=str(tmp_path), **settings), Dataset.from_dict(held_out)
+        trainer = sft_trainer(args, doubling.tokenizer(), base, data, data, callbacks=[])
+        found = trainer.evaluate() | trainer.state.log_history[-1]
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(loss / 12, rel=1e-4)
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_a_held_out_loss_that_is_no_number_is_left_out_by_transformers_setting(left_out, tmp_path):
+    settings = {**COMMON, "per_device_eval_batch_size": 1, "logging_nan_inf_filter": left_out}
+    args = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **settings)
+    trainer = sft_trainer(args, doubling.tokenizer(), tiny_model("gpt2"), sequences(8), sequences(3), callbacks=[])
+    losses = iter([2.0, math.nan, 5.0])
+    trainer.compute_loss = lambda *_, **__: (torch.tensor(next(losses)), SequenceClassifierOutput())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(3.5 if left_out else math.nan, nan_ok=True)
 
 
 def test_a_row_past_the_positions_of_the_model_is_refused(tmp_path):

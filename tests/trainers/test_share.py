@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
 from tests.tiny_models import lora, randomize, saved_base, shared_base, tiny_model
@@ -269,6 +270,9 @@ def measured(folder, stage, size):
     """Held-out loss and TRL's metrics, and how many batches this process has read for them."""
     folder, read = Path(folder) / f"{processes.count()}-{processes.rank()}", []
     made = resumable.make(getattr(resumable, stage), folder, per_device_eval_batch_size=size)
+    if stage == "sft_policy":
+        cut = [row["input_ids"][: 2 + number % 5] for number, row in enumerate(made.eval_dataset)]
+        made.eval_dataset = Dataset.from_dict({"input_ids": cut})
     compute_loss = made.compute_loss
     made.compute_loss = lambda *arguments, **named: (read.append(1), compute_loss(*arguments, **named))[1]
     metrics = made.evaluate()
@@ -280,7 +284,9 @@ def measured(folder, stage, size):
 
 @pytest.mark.parametrize(("stage", "size"), [("sft_policy", 2), ("reward_pairs", 5), ("reward_classes", 3)])
 def test_held_out_batches_are_divided(stage, size, four, tmp_path):
+    """What they give is as of single rows, of sft's 2 to 6 tokens."""
     metrics, batches, predicted = measured(tmp_path, stage, size)
+    assert metrics == pytest.approx(measured(tmp_path, stage, 1)[0], rel=1e-4)
     found = four(measured, tmp_path, stage, size)
     assert sum(read for _, read, _ in found) == batches and max(read for _, read, _ in found) == -(-batches // 4)
     for divided, _, of_all in found:

@@ -13,6 +13,7 @@ from toolkit.data.batches import (
     data_digest,
     pad_rows,
 )
+from toolkit.data.chat_template import with_opening
 from toolkit.data.doubling import Doubling
 from toolkit.data.encoder import PromptEncoder
 from toolkit.data.given import GivenPrompts

@@ -108,7 +108,7 @@ class ChatTemplate:
             return ""
         begun, before = waiting[-1].rstrip(), "".join(answered[1:-1][-1:])
         # Of a thought that the generation prompt opens a response has the rest: `after_opening`.
-        if begun.endswith("<think>") or not before.startswith(begun):
+        if opens_thought(begun) or not before.startswith(begun):
             return ""
         between = before.removeprefix(begun).strip()
         if not any(word in between.lower() for word in ("think", "thought")):
@@ -178,12 +178,21 @@ class ChatTemplate:
         return DataError(wrong, field="chat", remedy="Mend its chat_template.jinja or tokenizer_config.json.")
 
 
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with a `<think>`, with which a response goes on."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def with_opening(response: str, prompt: str) -> str:
+    """A sampled response with the `<think>` that its prompt has opened: the thought is no part of what it says."""
+    return f"<think>{response}" if opens_thought(prompt) else response
+
+
 def after_opening(text: str, prompt: str, ended: bool) -> str:
     """A response without the `<think>` with which its prompt ends in templates such as DeepSeek-R1's; raises `Unusable`
     where one that has `ended` has no thought."""
-    opened = prompt.rstrip()
-    if not opened.endswith("<think>"):
+    if not opens_thought(prompt):
         return text
     if ended and "</think>" not in text:  # one that a limit cut may be a thought alone
         raise Unusable("a response without the thought that the chat template opens")
-    return text.removeprefix("<think>").removeprefix(prompt[len(opened) :])
+    return text.removeprefix("<think>").removeprefix(prompt[len(prompt.rstrip()) :])

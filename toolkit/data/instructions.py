@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.chat_template import with_opening
 from toolkit.data.encoder import PromptEncoder
 from toolkit.data.messages import Messages
 from toolkit.data.rollouts import Rollout
@@ -238,7 +239,8 @@ class Instructions(Task):
         required. What is not among the prompts is not among the metrics."""
         shares: dict[str, list[bool]] = {name: [] for name in self.metric_names}
         columns = (rollout.columns["rules"], rollout.columns["composition"])
-        for text, rules, kind in zip(rollout.responses, *columns, strict=True):
+        said = map(with_opening, rollout.responses, rollout.prompts)
+        for text, rules, kind in zip(said, *columns, strict=True):
             for name in ("satisfied", f"satisfied_{kind}"):
                 shares[name].append(share_kept(rules, text) == 1.0)
             for asked in rules:

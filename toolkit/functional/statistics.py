@@ -1,6 +1,7 @@
 """Statistics over the tokens that a mask keeps, and of samples: calibration, correlation, the best of several."""
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,11 +83,26 @@ def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, scaled, torch.zeros_like(scaled))
 
 
-def standard_error(values: Tensor) -> float:
-    """Standard error of the mean of `values` (N,): s / √N. 0 for fewer than two values."""
-    if values.numel() < 2:
+def standard_error(values: Tensor, *, groups: Sequence[Hashable] | None = None) -> float:
+    """Standard error of the mean m of `values` (N,): s / √N. 0 for fewer than two values.
+
+    With the group of each value, those of one group are no draws of their own: of G groups with n_g values of mean m_g
+    it is √(G / (G − 1) · Σ_g (n_g · (m_g − m))²) / N (Liang and Zeger 1986; the factor as in Cameron and Miller 2015),
+    which for equal n_g is the standard error of the means m_g. 0 for fewer than two groups.
+
+    Example:
+        >>> standard_error(torch.tensor([1.0, 3.0]))
+        1.0
+        >>> standard_error(torch.tensor([1.0, 1.0, 3.0, 3.0]), groups=["a", "a", "b", "b"])
+        1.0
+    """
+    groups = range(values.numel()) if groups is None else groups
+    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    if len(places) < 2:
         return 0.0
-    return float(values.double().std(unbiased=True)) / math.sqrt(values.numel())
+    place, values = torch.tensor([places[group] for group in groups], device=values.device), values.double()
+    sums = values.new_zeros(len(places)).index_add(0, place, values - values.mean())  # n_g · (m_g − m)
+    return math.sqrt(len(places) / (len(places) - 1) * float(sums.square().sum())) / values.numel()
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:

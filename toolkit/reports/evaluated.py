@@ -1,6 +1,6 @@
 """What was measured, step by step and by evaluation: from the rows of a metrics file and a result, without a page."""
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -26,8 +26,8 @@ def spread_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Band]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a figure is there, and finite."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether a figure is there, and finite; a whole number of a damaged file may be more than a float can hold."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _measured(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from toolkit.functional import standard_error
 from toolkit.reports.evaluated import is_number
 
 NOISE = 2.0
@@ -21,7 +23,7 @@ def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> s
     Args:
         result: with `before` and `after`, where they are known.
         samples: rows of `sample_rows`: with them the difference is of pairs, which have less noise. Rows of one prompt
-            count as one.
+            are no evidence of their own.
     """
     held_out = (result.get("rows") or {}).get("held out")
     if len({row["prompt"] for row in samples}) == 1 or (not samples and held_out == 1):
@@ -33,14 +35,13 @@ def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]
     """A sentence on the score or the judge; empty where it is not known."""
     scored = (row.get(f"{side}_{name}") for row in samples for side in ("before", "after"))
     noise = NOISE
-    if samples and all(isinstance(score, (int, float)) for score in scored):
-        by_prompt = defaultdict(list)  # a prompt that stands several times is no more evidence: decoding is greedy
-        for row in samples:
-            by_prompt[row["prompt"]].append(row[f"after_{name}"] - row[f"before_{name}"])
-        changes = [statistics.fmean(of_one) for of_one in by_prompt.values()]
-        difference, of = statistics.fmean(changes), f"over the same {len(changes)} prompts"
-        error = statistics.stdev(changes) / math.sqrt(len(changes))
-        noise = _FEW[len(changes) - 2] if len(changes) - 2 < len(_FEW) else NOISE
+    if samples and all(map(is_number, scored)):
+        prompts = [row["prompt"] for row in samples]
+        changes = [float(row[f"after_{name}"] - row[f"before_{name}"]) for row in samples]
+        number = len(set(prompts))  # a prompt that stands several times is no more evidence: decoding is greedy
+        difference, of = statistics.fmean(changes), f"over the same {number} prompts"
+        error = standard_error(torch.tensor(changes, dtype=torch.float64), groups=prompts)
+        noise = _FEW[number - 2] if number - 2 < len(_FEW) else NOISE
     else:
         sides = (result.get("before") or {}, result.get("after") or {})
         given = [side.get(key) for side in sides for key in (name, f"{name}_se")]

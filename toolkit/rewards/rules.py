@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from toolkit.data import Rollout, check_rules, share_kept
+from toolkit.data import Rollout, check_rules, share_kept, with_opening
 from toolkit.errors import Problem, RewardError
 from toolkit.rewards.dense import DenseScores
 from toolkit.rewards.scorer import Prompts, Scorer, ScorerContext, check_column, problems_of
@@ -92,7 +92,8 @@ class KeptRules:
             check_column(self.column, list(rollout.columns), field="column")
             of_rows = rollout.columns[self.column]
         asked = (self._of_row(f"row {row} of the batch", of_row) for row, of_row in enumerate(of_rows, 1))
-        return [share_kept(rules, text) for rules, text in zip(asked, rollout.responses, strict=True)]
+        said = map(with_opening, rollout.responses, rollout.prompts)
+        return [share_kept(rules, text) for rules, text in zip(asked, said, strict=True)]
 
     def check_rows(self, prompts: Prompts) -> None:
         """Raises: RewardError: prompts lack the column, or one has no rule. DataError: one has none that can be

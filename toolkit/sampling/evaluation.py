@@ -25,9 +25,9 @@ Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
 
 class _Measured(NamedTuple):
     metrics: dict[str, float]
-    """`score`, `score_se` (a prompt that stands several times counts once), `score/<part>` of a weighted sum, the
-    same of a judge as `judge`, `kl` (mean over responses of log π − log π_ref; an estimate of KL(π, π_ref) where
-    responses are sampled), `length`, `eos_share`, those of `signs_of`, and further metrics."""
+    """`score`, `score_se` (rows of one prompt, answered greedily, are no draws of their own), `score/<part>` of a
+    weighted sum, the same of a judge as `judge`, `kl` (mean over responses of log π − log π_ref; an estimate of
+    KL(π, π_ref) where responses are sampled), `length`, `eos_share`, those of `signs_of`, and further metrics."""
     rollout: Rollout
     scores: Tensor
     """float32 (N,)."""
@@ -71,7 +71,8 @@ class Evaluator:
     def __call__(self, prompts: Rows, *, after_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Measure the responses to all prompts; `after_batch` is called after each batch.
 
-        The caller's random states are left as they were, and so are a reward and a judge that change as they go.
+        The caller's random states are left as they were, and so are a reward and a judge that change as they go: they
+        score each batch as they are.
 
         Raises:
             DataError: there are no prompts.
@@ -83,7 +84,7 @@ class Evaluator:
             raise DataError("there are no held-out prompts to measure.", remedy=remedy)
         rollouts, log_ratios = [], []
         scores: dict[str, list[Tensor]] = defaultdict(list)
-        with kept_random_states(), _unchanged(self.reward), _unchanged(self.judge), torch.no_grad():
+        with kept_random_states(), torch.no_grad():
             torch.manual_seed(self.seed)
             for rows in batches(prompts, self.batch_size * processes.count()):
                 rollouts.append(self.sampler(self.sampler.collator(rows)))
@@ -94,10 +95,11 @@ class Evaluator:
                 after_batch()
         rollout, joined = concatenate(rollouts), {name: torch.cat(given) for name, given in scores.items()}
         metrics: dict[str, float] = {}
+        asked = list(map(tuple, rollout.prompt_ids))
         for name, given in joined.items():
             metrics[name] = float(given.mean())
             if name in ("score", "judge"):
-                metrics[f"{name}_se"] = standard_error(_by_prompt(given, rollout))
+                metrics[f"{name}_se"] = standard_error(given, groups=asked)
         metrics |= {
             "kl": float(torch.cat(log_ratios).mean()),
             "length": sum(rollout.lengths) / len(rollout),
@@ -132,21 +134,15 @@ def _scored(name: str, reward: Reward | None, rollout: Rollout) -> dict[str, Ten
     """The scores of a rollout, and of a weighted sum those of each part; nothing without a reward."""
     if reward is None:
         return {}
-    with within(name) if name == "judge" else nullcontext():
+    with within(name) if name == "judge" else nullcontext(), _unchanged(reward):
         total = total_scores(score_with(reward, rollout))
     return {name: total, **{f"{name}/{part}": of for part, of in getattr(reward, "last_parts", {}).items()}}
 
 
-def _by_prompt(scores: Tensor, rollout: Rollout) -> Tensor:
-    """The mean score of each different prompt: rows of one prompt, answered greedily, are no draws of their own."""
-    places: dict[tuple[int, ...], int] = {}
-    place = torch.tensor([places.setdefault(tuple(ids), len(places)) for ids in rollout.prompt_ids])
-    return torch.bincount(place, weights=scores.double().cpu()) / torch.bincount(place)
-
-
 @contextmanager
 def _unchanged(reward: Reward | None) -> Iterator[None]:
-    """What is measured leaves no trace in what is trained on."""
+    """What is measured leaves no trace in what is trained on, nor in the scores of a later batch: by two states they
+    could not be compared."""
     changing = state_of(reward)
     if changing is None:
         yield
@@ -172,13 +168,13 @@ class BestOf(NamedTuple):
 @torch.no_grad()
 def best_of(prompts: Rows, n: int, *, sampler: Sampler, reward: Reward, batch_size: int) -> BestOf:
     """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first. A reward
-    that changes as it goes is left as it was."""
+    that changes as it goes scores each batch as it is, and is left so."""
     if n < 1 or len(prompts) == 0:
         raise ValueError(f"best_of needs at least one prompt and one sample; got {len(prompts)} prompts and n = {n}")
     rollouts, scores = [], []
-    with _unchanged(reward):
-        for rows in batches([row for row in prompts for _ in range(n)], batch_size * processes.count()):
-            rollouts.append(sampler(sampler.collator(rows)))
+    for rows in batches([row for row in prompts for _ in range(n)], batch_size * processes.count()):
+        rollouts.append(sampler(sampler.collator(rows)))
+        with _unchanged(reward):
             scores.append(total_scores(score_with(reward, rollouts[-1])))
     candidates, by_prompt = concatenate(rollouts), torch.cat(scores).view(len(prompts), n)
     best = by_prompt.argmax(dim=1).tolist()

@@ -168,8 +168,8 @@ def _judge_against_score(numbers: Mapping[str, Any]) -> float | None:
     """How far the judge is below its best evaluation, in standard errors, where the score is above what it was then."""
     if not {"judge", "judge_best"} <= numbers.keys():  # an evaluation may have a judge that the one before had not
         return None
-    if numbers["score"] <= numbers["score_best"] or numbers["rows"] < 2:
-        return None  # one response has no error
+    if numbers["score"] <= numbers["score_best"] or numbers["prompts"] < 2:
+        return None  # of one prompt there is no error
     fall, error = numbers["judge_best"] - numbers["judge"], math.hypot(numbers["judge_se"], numbers["judge_se_best"])
     return fall / max(error, fall / 1000) if fall > 0 else 0.0  # without noise 1000
 
@@ -282,7 +282,8 @@ class Watch:
         """The warnings that an evaluation is reason for, held against the first one of the same prompts, and that were
         not given before."""
         first, best = self.measured(step, metrics, responses, prompts)
-        numbers: dict[str, Any] = {**metrics, "rows": len(responses), **since_first(responses, first["responses"])}
+        numbers: dict[str, Any] = {**metrics, "prompts": len(set(prompts))}
+        numbers |= since_first(responses, first["responses"])
         for moment, held in (("first", first["metrics"]), ("best", best)):
             numbers |= {f"{name}_{moment}": value for name, value in held.items()}
         return self._new(EVALUATION_GUARDS, step, numbers)

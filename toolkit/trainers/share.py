@@ -7,6 +7,7 @@ not go through one.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput
 
 from toolkit import processes
 from toolkit.checkpoints import kept_random_states
@@ -104,6 +105,8 @@ class DividedSteps(TrainerHooks):
     share: float = 1.0
     """Of the rows of the micro-batch, those that a loss is being computed of."""
     _step: _Step | None = None
+    _evaluated: list[_Part] | None = None
+    """Of an evaluation's batches so far their losses, while it is made."""
     _of_step: Sequence[dict[str, Any]] = ()  # the micro-batches of the step; none before a run has drawn any
 
     def get_batch_samples(self, *arguments: Any) -> tuple[list[dict[str, Any]], Any]:
@@ -231,7 +234,9 @@ class DividedSteps(TrainerHooks):
             found, parts = [], []
             for part in (rows[i : i + size] for i in range(0, len(rows), size)):
                 some = dict(inputs) if len(part) == number else self.some_rows(inputs, part)
-                weight, lengths = _weight(some, len(part), number), {name: len(of) for name, of in metrics.items()}
+                # The whole is never beside another part: tokens are not counted for it.
+                weight = float(number) if len(part) == number else _weight(some, len(part))
+                lengths = {name: len(of) for name, of in metrics.items()}
                 found.append(compute(some, len(part) / number))
                 parts.append((weight, _added(metrics, lengths)))
             return found, parts
@@ -265,6 +270,16 @@ class DividedSteps(TrainerHooks):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """As in `Trainer`, a loss alone in parts where memory runs out."""
+        if self._evaluated is None:  # of a plan, whose tensors have no numbers
+            return self._predicted(model, inputs, prediction_loss_only, ignore_keys)
+        weight = _weight(inputs, self.rows_of(inputs))
+        loss, *others = self._predicted(model, inputs, prediction_loss_only, ignore_keys)
+        self._evaluated.append((weight, {} if loss is None else {"loss": float(loss)}))
+        return loss, *others
+
+    def _predicted(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[Any, Any, Any]:
         step = super().prediction_step
         if not prediction_loss_only:
             return step(model, inputs, prediction_loss_only, ignore_keys)
@@ -284,46 +299,49 @@ class DividedSteps(TrainerHooks):
         dataloader: DataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
-        *rest: Any,
-        **named: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """As in `Trainer`, where several processes take the batches in turn if a loss alone is asked for; else each
-        reads all, since accelerate, which believes it is alone, would not join their predictions. TRL's metrics are
-        means over rows, as the loss is, and not over batches, of which the last may be smaller."""
+        reads all, since accelerate, which believes it is alone, would not join their predictions. The loss and TRL's
+        metrics are means over what the loss of a step is a mean of, tokens or rows, however these are batched."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         divided, found = processes.count() > 1 and loss_only, self.measured("eval")
-        arguments = (description, prediction_loss_only, *rest)
-        if not divided and not has_length(dataloader):  # of a notebook's, whose rows nobody has counted
-            return super().evaluation_loop(dataloader, *arguments, **named)
-        own = _OwnBatches(dataloader, divided)
+        own = cast(DataLoader, _OwnBatches(dataloader)) if divided else dataloader
         found.clear()  # of what `predict` has left, which logs nothing
-        with processes.agreed():
-            output = super().evaluation_loop(cast(DataLoader, own) if divided else dataloader, *arguments, **named)
-        size, number = self.args.eval_batch_size, self.num_examples(dataloader)
+        batches: list[_Part] = []
+        self._evaluated = batches
+        try:
+            with processes.agreed():
+                arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+                output = super().evaluation_loop(own, *arguments)
+        finally:
+            self._evaluated = None
         parts: list[_Part] = [
-            (min(size, number - batch * size), {name: of[at] for name, of in found.items() if at < len(of)})
-            for at, batch in enumerate(own.numbers)
+            (weight, loss | {name: of[at] for name, of in found.items() if at < len(of)})
+            for at, (weight, loss) in enumerate(batches)
         ]
-        rows = sum(weight for weight, _ in parts)
-        means = {name: value for name, value in output.metrics.items() if name.endswith("_loss")}
-        ours = (rows, means, parts, self.eval_batch.rows)
+        ours = parts, self.eval_batch.rows
         of_all = processes.gather(ours) if divided else [ours]
-        self.eval_batch.lower(min(rows for *_, rows in of_all))
-        for name in of_all[0][1] if divided else ():  # the main process has a batch in any case
-            total = sum(rows * means[name] for rows, means, *_ in of_all if rows)
-            output.metrics[name] = total / sum(rows for rows, *_ in of_all)
-        rounds = zip_longest(*(parts for _, _, parts, _ in of_all))
+        self.eval_batch.lower(min(rows for _, rows in of_all))
+        rounds = zip_longest(*(parts for parts, _ in of_all), fillvalue=(0.0, {}))
+        parts = [part for of_round in rounds for part in of_round if part[0]]  # without a token a loss is no number
         found.clear()
-        self._append(found, [part for of_round in rounds for part in of_round if part is not None])
+        self._append(found, parts)
+        if found.pop("loss", None):
+            output.metrics[f"{metric_key_prefix}_loss"] = self._loss_of(parts)
         return output
 
+    def _loss_of(self, parts: Sequence[_Part]) -> float:
+        """Of an evaluation from its batches', without those that transformers leaves out."""
+        losses = [(weight, of["loss"]) for weight, of in parts]
+        finite = [one for one in losses if math.isfinite(one[1])] if self.args.logging_nan_inf_filter else []
+        return self.metric_of_all("loss", finite or losses)
 
-def _weight(part: dict[str, Any], rows: int, number: int) -> float:
-    """What a part counts for in a mean over a micro-batch: tokens of the loss where it is one over tokens, else rows.
 
-    The whole is never beside another part; tokens are not counted for it.
-    """
-    labels = part.get("labels") if rows < number else None
+def _weight(inputs: dict[str, Any], rows: int) -> float:
+    """What rows count for in a mean: tokens of the loss where it is one over tokens, else rows."""
+    labels = inputs.get("labels")
     return float((labels[:, 1:] != -100).sum()) if labels is not None and labels.dim() == 2 else float(rows)
 
 
@@ -342,12 +360,11 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
 
 
 class _OwnBatches:
-    """The batches of a loader that fall to this process, all where they are not divided: in turn, so that the main one
-    has the first."""
+    """The batches of a loader that fall to this process: in turn, so that the main one has the first."""
 
-    def __init__(self, loader: DataLoader, divided: bool):
+    def __init__(self, loader: DataLoader):
         self.loader, self.dataset = loader, loader.dataset
-        self.numbers = range(processes.rank(), len(loader), processes.count()) if divided else range(len(loader))
+        self.numbers = range(processes.rank(), len(loader), processes.count())
 
     def __len__(self) -> int:
         return len(self.numbers)
