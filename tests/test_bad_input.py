@@ -362,14 +362,16 @@ def test_a_warning_is_a_line_without_the_place_in_the_code(monkeypatch):
     shown, usual = [], warnings.formatwarning
 
     def fails(*arguments, **named):
-        shown.append(warnings.formatwarning(UserWarning("it is so"), UserWarning, "x.py", 3))
+        for text in ("it is so", "of a server:\x1b]0;title\x07\x1b[2J"):
+            shown.append(warnings.formatwarning(UserWarning(text), UserWarning, "x.py", 3))
         raise RecipeError("nothing")
 
     monkeypatch.setattr("toolkit.runs.stages.run", fails)
     for words in ([], ["--debug"]):
         CliRunner().invoke(app, ["ppo", "doubling", *words])
         assert warnings.formatwarning is usual
-    assert shown == ["warning: it is so\n", "x.py:3: UserWarning: it is so\n"]
+    assert shown[:2] == ["warning: it is so\n", "warning: of a server:\\x1b]0;title\\x07\\x1b[2J\n"]
+    assert shown[2] == "x.py:3: UserWarning: it is so\n"
 
 
 def test_stages_that_run_first_show_tracebacks_too(monkeypatch):

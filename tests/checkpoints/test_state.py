@@ -121,6 +121,11 @@ def test_missing_and_damaged_state(tmp_path):
     (tmp_path / "state.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_state(tmp_path)
+    write_state(tmp_path, {})
+    for text in ("[" * 100_000, '{"tuple": 3}', '{"map": [[[], 1]]}', '{"tensor": []}', '{"map": [1]}', "{}"):
+        (tmp_path / STATE_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match="the saved state cannot be read"):
+            read_state(tmp_path)
 
 
 def draws():

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import sys
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -418,6 +419,24 @@ def test_an_adapter_that_eva_or_mica_began_is_plain_lora(begun, why, tmp_path):
     load_role(bare(), "policy", tmp_path)
     with pytest.raises(AdapterError, match=f'^init_lora_weights: "{begun}" {why}'):
         bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=begun))
+
+
+def test_no_module_is_imported_that_an_adapter_names(tmp_path, monkeypatch):
+    """As PEFT does for megatron's layers."""
+    get_peft_model(tiny_model(), lora()).save_pretrained(tmp_path)
+    plain = bare()
+    load_role(plain, "policy", tmp_path)
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "of_a_test.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config |= {"megatron_config": {"num_layers": 1}, "megatron_core": "megatron.of_a_test"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    named = bare()
+    load_role(named, "policy", tmp_path)
+    assert not [name for name in sys.modules if name.startswith("megatron")]
+    pairs = list(zip(plain.parameters_of("policy"), named.parameters_of("policy"), strict=True))
+    assert pairs and all(torch.equal(*pair) for pair in pairs)
 
 
 def test_an_adapter_names_the_commit_of_its_base(tmp_path):

@@ -1,7 +1,10 @@
 import asyncio
 import builtins
 import importlib
+import inspect
 import json
+import os
+import pickle
 import py_compile
 import re
 import sys
@@ -95,6 +98,22 @@ def test_a_changed_file_is_read_anew(tmp_path):
     for value in (1, 22):
         path.write_text(f"def rule(rollout):\n    return [{value}] * len(rollout)\n")
         assert score_with(load_function(f"{path}:rule"), rollout(RESPONSES)).tolist() == [value] * 4
+
+
+@pytest.mark.parametrize(
+    "mode", [py_compile.PycInvalidationMode.TIMESTAMP, py_compile.PycInvalidationMode.UNCHECKED_HASH]
+)
+def test_so_is_one_whose_compiled_file_seems_to_be_of_it(mode, tmp_path, monkeypatch):
+    """Of the same size and second, or without a check: the digest of a run is of the text."""
+    path = tmp_path / "rule.py"
+    path.write_text("def rule(rollout):\n    return [1.0] * len(rollout)\n")
+    then = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    py_compile.compile(str(path), invalidation_mode=mode)
+    path.write_text(new := "def rule(rollout):\n    return [2.0] * len(rollout)\n")
+    os.utime(path, ns=then)
+    reward = load_function(f"{path}:rule")
+    assert score_with(reward, rollout(RESPONSES)).tolist() == [2.0] * 4
+    assert inspect.getsource(reward) == new and pickle.loads(pickle.dumps(reward)) is reward
 
 
 def test_so_is_a_changed_module(tmp_path, monkeypatch):

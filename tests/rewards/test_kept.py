@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import tempfile
+import warnings
 from copy import deepcopy
 
 import numpy as np
@@ -90,6 +91,41 @@ def test_the_process_is_as_it_was(what, kind, tmp_path, monkeypatch):
             reward = {"sync": change, "async": later, "part": WeightedSum({"a": change})}[kind]
             assert score_with(reward, rollout(RESPONSES)).tolist() == [3, 3]
     assert process() == before
+
+
+@pytest.mark.parametrize("kind", ["file", "call"])
+def test_a_reward_silences_itself_alone(kind, tmp_path, recwarn):
+    """As with the line that many notebooks begin with."""
+    warnings.simplefilter("default")  # which tells once of each place
+    before = list(warnings.filters)
+    text = (
+        "import warnings\n{}\ndef rule(rollout):\n    {}\n    warnings.warn('of the reward')\n    return [1.0, 2.0]\n"
+    )
+    hush = 'warnings.filterwarnings("ignore")'
+    (tmp_path / "rule.py").write_text(text.format(*((hush, "pass") if kind == "file" else ("", hush))))
+    rule = load_function(f"{tmp_path}/rule.py:rule")
+    for number in (1, 2):
+        assert score_with(rule, rollout(RESPONSES)).tolist() == [1.0, 2.0]
+        warnings.warn(f"of the run, {number}", stacklevel=1)
+    told = ["of the reward"] * (kind == "file") + ["of the run, 1", "of the run, 2"]
+    assert sorted(str(one.message) for one in recwarn) == told and warnings.filters == before
+
+
+def test_what_was_told_within_a_reward_is_told_again(recwarn):
+    """Python remembers by filters what it has told, until it hears that they are others."""
+
+    def tell():
+        warnings.warn("told", stacklevel=1)
+
+    def rule(batch):
+        warnings.simplefilter("default")
+        tell()
+        return batch.lengths
+
+    warnings.simplefilter("always")
+    score_with(rule, rollout(RESPONSES))
+    tell()
+    assert [str(one.message) for one in recwarn] == ["told", "told"]
 
 
 @pytest.fixture

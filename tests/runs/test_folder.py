@@ -3,6 +3,8 @@
 import errno
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -383,6 +385,17 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     third = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="third", sft=FEW)
     (first.stage_folder("reward") / "result.json").unlink()
     assert take_over(third, "chat", ["sft", "reward"])[1] == f"reward is run anew: {first.folder} has not finished it."
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text there")
+def test_a_stage_is_taken_in_a_folder_whose_name_is_not_utf_8(tmp_path, checkpoint):
+    first = replace(chat_recipe(tmp_path, checkpoint, sft=FEW), runs_dir=Path(f"{tmp_path}/r\udcffns"))
+    finish(first, "sft")
+    second = replace(first, run="second")
+    for sentences in ([f"sft is taken from {first.stage_folder('sft')}."], []):
+        assert take_over(second, "chat", ["sft"]) == sentences
+    written = (second.stage_folder("sft") / "result.json").read_bytes()
+    assert json.loads(written)["taken_from"] == str(first.stage_folder("sft"))
 
 
 def test_a_copy_that_does_not_fit_leaves_its_room(tmp_path, checkpoint, monkeypatch):

@@ -367,6 +367,25 @@ def test_whatever_a_file_holds_is_no_traceback(text, runs, tmp_path):
         path.write_text(before)
 
 
+def test_a_number_that_no_float_can_hold_hides_no_other_run(runs, tmp_path):
+    """A float of such a size is infinite in JSON; a whole number has no end there."""
+    huge = 10**400
+    figures = {"score": huge, "score_se": huge, "kl": 1.0, "samples_per_second": huge}
+    rows = [{"step": step, **figures} for step in (2, huge)]
+    sides = {side: {"score": huge, "score_se": huge, "kl": huge, "judge": 1.0} for side in ("before", "after")}
+    scores = {"before_score": 0.0, "after_score": 1.0, "before_judge": huge, "after_judge": 1.0}
+    asked = [{"prompt": prompt, "before": "a", "after": "b", **scores} for prompt in "pq"]
+    recipe(runs / "d")
+    stage(runs / "d" / "ppo", metrics=rows, result=sides | {"seconds": huge}, samples=asked)
+    recipe(runs / "e")
+    stage(runs / "e" / "ppo", metrics=rows)
+    _, b, _, d, e = all_runs(runs)
+    assert (b.stages[0].figures, d.stages[0].figures) == ("score 2.000 ± 0.500", "")
+    assert e.stages[0].figures == "KL 1.000"
+    page = compare(["b", "d", "e"], tmp_path / "page.html", runs_dir=runs).read_text()
+    assert "<b>d</b>: The score changed by +1, without noise (over the same 2 prompts)" in page
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 @pytest.mark.parametrize("name", ["ppo/result.json", "ppo/metrics.jsonl", "recipe.yaml", ".lock"])
 def test_a_pipe_in_a_run_is_not_waited_for(name, runs, tmp_path):

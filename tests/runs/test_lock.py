@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.runs.lock import LOCK_FILE, _host, acquire, at_work, owner_of, release
+from toolkit.runs.lock import LOCK_FILE, _host, acquire, at_work, owner_of, release, works_for_us
+from toolkit.runs.process import run_stage
 
 # Children of this very process, as a stage is of its command, and not of a server. An interpreter of its own, which
 # takes seconds, has the lock in tests/runs/test_resume.py.
@@ -35,12 +36,20 @@ def _holds_by_another_name(run, here, there):
 
 def _starts(run, here, there):
     """A command, with its stage at work in the same folder."""
+    os.environ.update(works_for_us())
     with at_work(run):
         stage = CONTEXT.Process(target=_holds, args=(run, here, there))
         stage.start()
         here.close()
         there.close()
         stage.join()
+
+
+def _is_refused(run, here, there):
+    try:
+        acquire(run)
+    except RecipeError as error:
+        there.send(str(error))
 
 
 @contextmanager
@@ -106,17 +115,58 @@ def test_a_lock_that_is_damaged_or_of_a_process_with_a_number_that_was_given_aga
         assert ours and json.loads(lock.read_text())["pid"] == os.getpid()
 
 
+def _takes(run, here, there):
+    with at_work(run) as ours:
+        there.send(ours)
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, f"{LOCK_FILE}.taking"])
+def test_a_file_of_the_future_is_of_a_clock_that_was_set_back_and_of_no_process(name, tmp_path):
+    for path, text in ((tmp_path / LOCK_FILE, '{"pid": 1, "host": "HERE", "started": 1}'), (tmp_path / name, "")):
+        path.write_text(text.replace("HERE", socket.gethostname()))
+        os.utime(path, (time.time() + 3600,) * 2)
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_takes, args=(tmp_path, here, there))  # which may never end
+    process.start()
+    there.close()
+    try:
+        assert here.poll(30) and here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
 def test_of_another_machine_it_is_not_known_whether_the_process_has_ended(tmp_path):
     (tmp_path / LOCK_FILE).write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": 1}))
     with pytest.raises(RecipeError, match=rf"process 1 on elsewhere is at work in it. .* delete {tmp_path}/.lock"):
         acquire(tmp_path)
 
 
-def test_a_stage_in_a_process_of_its_own_belongs_to_the_command_that_runs_it(tmp_path):
+def test_a_stage_in_a_process_of_its_own_belongs_to_the_command_that_runs_it(tmp_path, monkeypatch):
     with at_work(tmp_path):
+        monkeypatch.setattr(os, "environ", {**os.environ, **works_for_us()})
         with another(_holds, tmp_path) as (stage, ours):
             assert not ours
         assert stage.exitcode == 0 and owner_of(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("of_another", [False, True])
+def test_a_command_that_a_notebook_starts_while_it_has_a_trainer_is_no_stage_of_it(of_another, tmp_path, monkeypatch):
+    """As `!toolkit ppo` in a cell; a stage that has asked for another run to be trained starts it as one, too."""
+    if of_another:
+        monkeypatch.setenv(*{name: f"1{value}" for name, value in works_for_us().items()}.popitem())
+    with at_work(tmp_path), another(_is_refused, tmp_path) as (_, said):
+        assert f"is in use: process {os.getpid()} is at work in it" in said
+
+
+def test_what_runs_an_earlier_stage_says_for_whom(tmp_path):
+    """By the environment of a real one; whether it is let in, see above."""
+    says = f"import os; open(r'{tmp_path}/said', 'w').write(os.environ['TOOLKIT_WORKS_FOR'])"
+    run_stage([sys.executable, "-c", says], "sft", "ppo")
+    pid, started = (tmp_path / "said").read_text().split()
+    with at_work(tmp_path / "run"):
+        written = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
+    assert (int(pid), float(started)) == (os.getpid(), written["started"])
 
 
 def test_a_stage_whose_command_was_killed_is_still_at_work(tmp_path):
@@ -140,6 +190,7 @@ def test_a_machine_that_changes_its_name_keeps_no_one_out_of_his_own_run(tmp_pat
         monkeypatch.setattr(socket, "gethostname", lambda: "laptop.office")
         assert acquire(tmp_path)
         release(tmp_path)
+        monkeypatch.setattr(os, "environ", {**os.environ, **works_for_us()})
         with another(_holds_by_another_name, tmp_path) as (stage, ours):
             assert not ours
         assert stage.exitcode == 0

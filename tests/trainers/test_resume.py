@@ -1,6 +1,7 @@
 """A run that was stopped and resumed ends with the weights of one that was not, bit for bit, in every stage."""
 
 import errno
+import hashlib
 import json
 import linecache
 import math
@@ -504,9 +505,67 @@ def test_a_checkpoint_of_another_version_is_told_from_one_of_this(name, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(PPOTrainer, "own_state", lambda self: {k: v for k, v in own(self).items() if k != name})
         made.train()
-    says = rf"checkpoint-1 was written by another version of the toolkit: KeyError '{name}'\. Go on with that version"
+    says = rf"{ANOTHER_VERSION}KeyError '{name}'\. Go on with that version"
     with pytest.raises(CheckpointError, match=says):
         make(ppo, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+
+
+ANOTHER_VERSION = "checkpoint-1 was written by another version of the toolkit or of transformers: "
+
+
+def change_sealed(checkpoint, name, change):
+    """A JSON file of a checkpoint, with the manifest agreeing, as whoever wrote it so would have it."""
+    path, manifest = checkpoint / name, checkpoint / "manifest.json"
+    path.write_text(change(path.read_text()))
+    listed = json.loads(manifest.read_text())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    listed["files"][name] = {"bytes": path.stat().st_size, "sha256": digest}
+    manifest.write_text(json.dumps(listed))
+
+
+def without(key):
+    def change(text):
+        state = json.loads(text)
+        state["map"] = [[name, value] for name, value in state["map"] if name != key]
+        return json.dumps(state)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("stage", "over"),
+    [(ppo, False), (sft_policy, False), (sft_policy, True)],
+    ids=["ppo", "sft", "sft with no step left"],
+)
+def test_so_is_one_whose_files_have_other_keys(stage, over, tmp_path):
+    """Of another transformers, or of nobody: each in one sentence."""
+    make(stage, tmp_path / "whole", max_steps=1).train()
+    cases = {
+        f"{ANOTHER_VERSION}TypeError .*'of_tomorrow'": (
+            "trainer_state.json",
+            lambda text: '{"of_tomorrow": 1, ' + text[1:],
+        ),
+        "checkpoint-1: trainer_state.json cannot be read .*recursion": ("trainer_state.json", lambda _: "[" * 100_000),
+        "checkpoint-1: the saved state cannot be read .*recursion": ("state.json", lambda _: "[" * 100_000),
+        f"{ANOTHER_VERSION}TypeError": ("state.json", lambda _: "[]"),
+    }
+    needed = {"random", "stopped_early", "seconds", "resumed_at", "own", "skipped"}
+    needed |= set() if over else {"optimizer", "scheduler", "scaler"}
+    cases |= {f"{ANOTHER_VERSION}KeyError '{key}'": ("state.json", without(key)) for key in needed}
+    for number, (says, (name, change)) in enumerate(cases.items()):
+        shutil.copytree(tmp_path / "whole", folder := tmp_path / str(number))
+        change_sealed(folder / "checkpoint-1", name, change)
+        with pytest.raises(CheckpointError, match=says):
+            make(stage, folder, max_steps=1 if over else 2).train(resume_from_checkpoint=True)
+
+
+def test_so_is_the_best_of_them(tmp_path):
+    made, state = make(ppo, tmp_path, max_steps=2), "trainer_state.json"
+    made.train()
+    made.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    change_sealed(tmp_path / "checkpoint-1", state, lambda text: '{"of_tomorrow": 1, ' + text[1:])
+    with pytest.raises(CheckpointError, match=f"{ANOTHER_VERSION}TypeError .*'of_tomorrow'"):
+        made._find_best()
 
 
 def test_a_run_whose_settings_a_callback_has_changed_goes_on(tmp_path):

@@ -83,7 +83,7 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     try:
         tensors = load_file(folder / TENSORS_FILE)
         return _decode(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")), tensors)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the saved state cannot be read ({error}).") from error
 
 

@@ -138,7 +138,7 @@ def _debugged(debug: bool) -> Iterator[None]:
 def _in_a_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    return f"warning: {message}\n"
+    return f"warning: {printable(str(message))}\n"
 
 
 @contextmanager

@@ -244,7 +244,8 @@ def name_base(folder: Path, base_name: str) -> None:
     """Let a PEFT folder name this base, which PEFT loads for it; the commit of another one is none of this."""
     config = read_object(folder / CONFIG_NAME) or {}
     if config.get("base_model_name_or_path") != base_name:
-        config |= {"base_model_name_or_path": base_name, "revision": None}
+        config |= {"base_model_name_or_path": base_name}
+        config |= {"revision": None} if config.get("revision") is not None else {}
     write_whole(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True))
 
 
@@ -281,6 +282,7 @@ def adapter_config(folder: Path) -> LoraConfig:
     # Those that leave the base alone: the weights are in the file.
     if config.init_lora_weights in ("orthogonal", "eva", "mica"):
         config.init_lora_weights = True
+    config.megatron_config = None  # of layers that no base here has: PEFT would import the module that it names
     # Where it was trained; the weights' names and shapes are checked instead.
     config.base_model_name_or_path = config.revision = None
     return config

@@ -165,8 +165,9 @@ class MetricsFile(TrainerCallback, ExportableState):
 
 def write_json(path: Path, value: dict[str, Any]) -> Path:
     """Write a JSON file, whole or not at all."""
-    with writing(path):
-        return write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    with writing(path):  # of a path whose name is not UTF-8, JSON's own escapes
+        return write_whole(path, text.encode("utf-8", "backslashreplace").decode() + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

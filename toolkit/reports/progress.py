@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 from toolkit import phases
 from toolkit.errors import printable
 from toolkit.reports.charts import short
+from toolkit.reports.evaluated import is_number
 from toolkit.reports.files import SPREADS, peak_memory_gb
 
 _SHOWN = {
@@ -47,7 +48,7 @@ _STEPS_OF_PACE = 20  # over which seconds a step are averaged
 
 def figures(logs: dict[str, Any]) -> dict[str, str]:
     """What matters of a line of metrics, each as it is shown."""
-    numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+    numbers = {name: value for name, value in logs.items() if is_number(value) or isinstance(value, float)}
     shown = {name: form.format(numbers[name]) for name, form in _SHOWN.items() if name in numbers}
     if "samples_per_second" in numbers:
         shown["samples_per_second"] = f"{short(numbers['samples_per_second'])} samples/s"

@@ -233,10 +233,11 @@ def _run(path: Path, *, anew: bool = False) -> ModuleType:
         assert there is not None
         return there
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
+    assert spec is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    spec.loader.exec_module(module)
+    # The loader would take a compiled file beside it, which need not be of this text.
+    exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
     vars(module)[_TEXT] = text  # not of one that failed
     return module
 

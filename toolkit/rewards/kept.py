@@ -1,5 +1,5 @@
 """What a reward finds in the process and must leave as it is: random states, torch's defaults, the working folder, the
-standard streams, how Ctrl-C is met."""
+standard streams, how Ctrl-C is met, which warnings are shown."""
 
 import os
 import signal
@@ -84,9 +84,13 @@ _DREW = " Its draws may then repeat at each call: give it a generator of its own
 def process_kept() -> Iterator[None]:
     """Whatever code of a user's does inside, the run goes on as without it; a warning says what was put back."""
     before = {what: read() for what, (read, _) in _OF_THE_RUN.items()}
+    shown = list(warnings.filters)
     try:
         yield
     finally:
+        if warnings.filters != shown:  # not told: libraries that are imported set some, too
+            warnings.resetwarnings()  # by which Python notices that they change
+            warnings.filters = shown
         for what, (read, write) in _OF_THE_RUN.items():
             if not _equal(read(), before[what]):
                 write(before[what])

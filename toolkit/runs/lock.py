@@ -19,6 +19,7 @@ from toolkit.errors import RecipeError
 from toolkit.runs.owned import refuse_link
 
 LOCK_FILE = ".lock"
+_WORKS_FOR = "TOOLKIT_WORKS_FOR"  # in the environment of a stage's process: which process has started it
 _held: Counter[Path] = Counter()  # how often this process has acquired each run folder
 
 
@@ -46,6 +47,15 @@ def _started(process: psutil.Process) -> float:
 
 def _us() -> dict[str, Any]:
     return _of(psutil.Process())
+
+
+def works_for_us() -> dict[str, str]:
+    """What the environment of a process says that this one starts to do a part of its work: it is let into its run."""
+    return {_WORKS_FOR: _named(_of(psutil.Process()))}
+
+
+def _named(process: dict[str, Any]) -> str:
+    return f"{process['pid']} {process['started']}"
 
 
 def _text(doing: str) -> str:
@@ -144,9 +154,12 @@ def acquire(run: Path, doing: str = "") -> bool:
 
 
 def _is_served(owner: dict[str, Any]) -> bool:
-    """Whether this process was started by the owner, or by one that it started."""
+    """Whether the owner has started this process, or the one that started it, to do a part of its work: a command that
+    a notebook starts while it holds a trainer of the run is a second writer."""
+    if os.environ.get(_WORKS_FOR) != _named(owner):
+        return False
     with suppress(psutil.Error):  # whatever that one calls this machine
-        return any(owner == {**_of(parent), "host": owner["host"]} for parent in psutil.Process().parents())
+        return any(_named(owner) == _named(_of(parent)) for parent in psutil.Process().parents())
     return False
 
 
@@ -167,7 +180,7 @@ def _take_away(run: Path) -> None:
 
 def _is_new(path: Path) -> bool:
     try:
-        return time.time() - path.stat().st_mtime < 5
+        return abs(time.time() - path.stat().st_mtime) < 5  # a clock that was set back leaves files of the future
     except OSError:
         return False
 

@@ -18,6 +18,7 @@ import toolkit
 from toolkit import processes
 from toolkit.checkpoints import STOPS, signals_to
 from toolkit.errors import RunInterrupted, ToolkitError
+from toolkit.runs.lock import works_for_us
 
 _ANYWHERE = 16  # processes that may be tried out on a machine with fewer cores
 GRACE = 20.0
@@ -37,9 +38,9 @@ def this_toolkit(*words: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Of a process that is started; a package that is not installed, as a clone that a notebook has added to its
-    `sys.path`, is found there, too."""
-    given, folder = processes.environment(), Path(toolkit.__file__).resolve().parents[1]
+    """Of a process that is started for an earlier stage; a package that is not installed, as a clone that a notebook
+    has added to its `sys.path`, is found there, too."""
+    given, folder = processes.environment() | works_for_us(), Path(toolkit.__file__).resolve().parents[1]
     if folder in (Path(place).resolve() for place in (*site.getsitepackages(), site.getusersitepackages())):
         return given
     return given | {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), given.get("PYTHONPATH"))))}

@@ -8,11 +8,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
-
 from toolkit import checkpoints, processes
 from toolkit.errors import ConfigError
 from toolkit.trainers.not_finite import GuardedSteps
+from toolkit.trainers.same_run import trainer_state
 
 
 class BestOfSaved(GuardedSteps):
@@ -91,7 +90,7 @@ class BestOfSaved(GuardedSteps):
             warnings.warn(f"{best}, the best so far, is skipped: {problem}.", stacklevel=5)
             return None
         # Another course that began before it may have saved one of the same name.
-        theirs = type(self.state).load_from_json(str(best / TRAINER_STATE_NAME)).log_history
+        theirs = trainer_state(type(self.state), best).log_history
         as_text = partial(json.dumps, sort_keys=True)  # NaN is not equal to NaN
         if as_text(theirs) != as_text(self.state.log_history[: len(theirs)]):
             warnings.warn(

@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 
 from toolkit import processes
 from toolkit.checkpoints import read_state
@@ -26,7 +25,7 @@ from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.objective import ScoreShaper
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.rollouts import Rollouts
-from toolkit.trainers.same_run import of_this_version
+from toolkit.trainers.same_run import of_this_version, trainer_state
 from toolkit.trainers.trl_compat import TRLPPOTrainer
 
 
@@ -200,9 +199,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         state = read_state(checkpoint)
         with of_this_version(checkpoint):
             self.check_checkpoint(checkpoint, state)  # before anything is changed
+        noted = trainer_state(type(self.state), checkpoint)
         self._restoring = state
         self.load_saved(checkpoint)
-        self.state = type(self.state).load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        self.state = noted
         self.load_callbacks()
         self.restore_optimizer(checkpoint)
         self.load_progress(checkpoint)

@@ -22,7 +22,7 @@ from toolkit.rewards import Scores, check_scores, concatenate_scores, state_of, 
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, where_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
-from toolkit.trainers.same_run import check_frozen, frozen_digests, other_setting
+from toolkit.trainers.same_run import check_frozen, frozen_digests, of_this_version, other_setting
 
 _ROWS_SHOWN = 4  # of a rollout, at every logged step
 
@@ -61,8 +61,11 @@ class PPOLoop(SharedBaseTrainer):
         if arguments:
             raise TypeError(f"train() got an unexpected argument {next(iter(arguments))!r}")
         self._prepare_training()
-        over = checkpoint is not None and self.load_checkpoint(checkpoint)["stopped_early"]
+        over = False
         if checkpoint is not None:
+            saved = self.load_checkpoint(checkpoint)
+            with of_this_version(checkpoint):
+                over = saved["stopped_early"]
             by_updates, by_episodes = self.args.max_steps > 0, self.args.total_episodes is not None
             field = "max_steps" if by_updates else "total_episodes" if by_episodes else "num_train_epochs"
             self._check_not_past(checkpoint, self.state.global_step, self.total_updates, field=field)

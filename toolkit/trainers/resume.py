@@ -34,6 +34,7 @@ from toolkit.trainers.same_run import (
     other_setting,
     settings_of,
     tell_other_settings,
+    trainer_state,
 )
 from toolkit.trainers.share import sum_like_gradients
 from toolkit.trainers.trainer_internals import forget_unscaled, take_rates_of_schedule
@@ -128,16 +129,16 @@ class ResumableTrainer(BestOfSaved):
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         if checkpoint is not None:
-            with processes.agreed():  # an error of all is told once
+            with processes.agreed(), of_this_version(checkpoint):  # an error of all is told once
                 self._restoring = checkpoints.read_state(checkpoint)
-            # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
-            checkpoints.set_random_states(self._restoring["random"])
-            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+                # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
+                checkpoints.set_random_states(self._restoring["random"])
+                state, stopped = trainer_state(TrainerState, checkpoint), self._restoring["stopped_early"]
             self._noted_best = state.best_model_checkpoint
             length, field = self._length(state), "max_steps" if self.args.max_steps > 0 else "num_train_epochs"
             self._check_not_past(checkpoint, state.global_step, length, field=field)
             over = length <= state.global_step
-            if over or self._restoring["stopped_early"]:  # transformers would train a step more
+            if over or stopped:  # transformers would train a step more
                 self.state = state
                 if over:  # the checkpoint's run may have been longer
                     state.max_steps = length
@@ -419,17 +420,19 @@ class ResumableTrainer(BestOfSaved):
             self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{checkpoint} is of another run: its optimizer does not fit ({error}).") from error
-        self.lr_scheduler.load_state_dict(state["scheduler"])
-        take_rates_of_schedule(self.lr_scheduler, self.optimizer)
-        if state["scaler"] is not None and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
+        with of_this_version(checkpoint):
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+            take_rates_of_schedule(self.lr_scheduler, self.optimizer)
+            if state["scaler"] is not None and self.accelerator.scaler is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
         self._count_resumption(checkpoint)
 
     def _count_resumption(self, checkpoint: Path) -> None:
         if checkpoint.resolve() == self._folder_of(self.state.global_step).resolve():
             self._saved_at = self.state.global_step
-        self.seconds_before = self._restoring["seconds"]
-        self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
+        with of_this_version(checkpoint):
+            self.seconds_before = self._restoring["seconds"]
+            self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
         tell_other_settings(checkpoint, self._restoring.get("settings", {}), self._settings)  # some lack them
 
     def load_progress(self, checkpoint: Path) -> None:
@@ -440,8 +443,8 @@ class ResumableTrainer(BestOfSaved):
         with of_this_version(checkpoint):
             self.load_own_state(self._restoring["own"])
             vars(self.skipped).update(self._restoring["skipped"])
-        self._metrics_at.clear()
-        # Some were written without them.
-        self._metrics_at.update(self._restoring.get("metrics_at", self._metrics_logged()))
-        checkpoints.set_random_states(self._restoring["random"])
+            self._metrics_at.clear()
+            # Some were written without them.
+            self._metrics_at.update(self._restoring.get("metrics_at", self._metrics_logged()))
+            checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}

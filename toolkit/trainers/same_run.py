@@ -11,7 +11,8 @@ from typing import Any
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from toolkit import processes
 from toolkit.data import data_digest
@@ -141,9 +142,18 @@ def of_this_version(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError) as error:
-        wrong = f"{checkpoint} was written by another version of the toolkit: {type(error).__name__} {error}."
+        wrong = f"{checkpoint} was written by another version of the toolkit or of transformers: "
         remedy = "Go on with that version, or begin a new run, whose start.policy can be its policy."
-        raise CheckpointError(wrong, remedy=remedy) from error
+        raise CheckpointError(f"{wrong}{type(error).__name__} {error}.", remedy=remedy) from error
+
+
+def trainer_state(kind: type[TrainerState], checkpoint: Path) -> Any:
+    """How far a checkpoint is, as transformers' trainers note it. Raises: CheckpointError: it cannot be read."""
+    with of_this_version(checkpoint):
+        try:
+            return kind.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{checkpoint}: {TRAINER_STATE_NAME} cannot be read ({error}).") from error
 
 
 def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
