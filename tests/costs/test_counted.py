@@ -272,9 +272,12 @@ def test_a_base_in_4_bits_has_the_layers_called_that_loading_would_have_called()
     take_shape(outline("jamba", "policy", quantization=NF4, target_modules=["dt_proj"]))
 
 
-@pytest.mark.parametrize(("kind", "quantization"), [("llama4_text", None), ("mamba", NF4)])
-def test_what_loading_refuses_is_refused_without_numbers_too(kind, quantization):
-    with pytest.raises(ModelError, match=r"^a (Llama4|Mamba)ForCausalLM cannot be read as a decoder, tried on 6"):
+@pytest.mark.parametrize(
+    ("kind", "quantization", "said"),
+    [("llama4_text", None, "^a Llama4ForCausalLM has no base_model"), ("mamba", NF4, "^a Mamba.* tried on 6 tokens")],
+)
+def test_what_loading_refuses_is_refused_without_numbers_too(kind, quantization, said):
+    with pytest.raises(ModelError, match=said):
         take_shape(outline(kind, quantization=quantization))
 
 

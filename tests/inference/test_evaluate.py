@@ -241,7 +241,7 @@ def test_a_base_that_was_moved_is_told_of_by_what_can_be_done(trained, tmp_path,
     path.write_text(path.read_text().replace(str(recipe.base.model), "/moved/away"))
     done = command_here("eval", "moved", "--runs-dir=~/runs")
     assert done.returncode == 1 and "/moved/away" in done.stderr
-    assert "change base.model in the recipe.yaml of the run" in done.stderr and "MODEL=" not in done.stderr
+    assert "If it was moved, add base.model=/new/place." in done.stderr and "MODEL=" not in done.stderr
 
 
 def test_the_command_measures_on_what_is_named(trained):

@@ -38,6 +38,7 @@ from toolkit.models import (
     load_model,
     load_tokenizer,
     outlined,
+    pretrained,
     response_logprobs,
     save_role,
 )
@@ -138,24 +139,27 @@ def test_an_adapter_beside_the_weights_is_not_put_on_them(device, tmp_path):
         load_base(str(tmp_path), device=device)
 
 
-def test_an_adapter_of_the_hub_neither_be_it_in_the_cache_or_loaded_with_the_weights(tmp_path, monkeypatch):
+def test_an_adapter_of_the_hub_neither_be_it_in_the_cache_or_there_alone(tmp_path, monkeypatch):
     folder = tmp_path / "models--some--model" / "snapshots" / ("c" * 40)
     tiny_model().save_pretrained(folder)
     (tmp_path / "models--some--model" / "refs").mkdir()
     (tmp_path / "models--some--model" / "refs" / "main").write_text("c" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    whole = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    asked, find = [], pretrained.find_adapter_config_file
 
-    def downloading(*arguments, **named):
-        loaded = whole(*arguments, **named)
-        (folder / "adapter_config.json").write_text("{}")
-        return loaded
+    def in_hub(model, *, revision, local_files_only):
+        asked.append(local_files_only)
+        if not local_files_only:  # which downloads it
+            (folder / "adapter_config.json").write_text("{}")
+        return find(model, revision=revision, local_files_only=True)
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", downloading)
+    monkeypatch.setattr(pretrained, "find_adapter_config_file", in_hub)
     for device in (None, META):
         with pytest.raises(ModelError, match='"some/model" holds an adapter beside its weights'):
             load_base("some/model", device=device)
+    assert asked == [True, False, True]
 
 
 def test_a_missing_checkpoint_says_how_to_name_one(tmp_path):

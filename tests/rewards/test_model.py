@@ -21,7 +21,7 @@ from transformers import (
 from tests.tiny_runs import byte_tokenizer
 from tests.tolerances import FP32
 from toolkit.data import Rollout
-from toolkit.errors import ModelError, RewardError
+from toolkit.errors import ModelError, NotFiniteError, RewardError
 from toolkit.models import fast_precision
 from toolkit.rewards import RewardModel, WeightedSum, code_digests, score_with
 
@@ -382,3 +382,15 @@ def test_other_weights_are_known_by_their_digest():
         assert code_digests(other)[name] != code_digests(one)[name]
         one.model.to(torch.bfloat16)  # as base.dtype: auto on another machine
         assert not code_digests(one).keys() & code_digests(other).keys()
+
+
+def test_a_model_that_overflows_in_float16_names_the_way_out():
+    model, tokenizer = llama()
+    with torch.no_grad():
+        model.score.weight.fill_(6e4)
+    scorer = RewardModel(model.half(), tokenizer)
+    with pytest.raises(
+        NotFiniteError, match="computes in float16, which overflows .*If it does so again, set its dtype"
+    ):
+        scorer(rollout())
+    assert score_with(RewardModel(model.float(), tokenizer), rollout()).isfinite().all()

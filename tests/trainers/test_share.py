@@ -619,6 +619,17 @@ def test_the_first_sum_is_before_the_work_and_as_large_as_one_of_gradients(two, 
         assert seen == [trained] and unchanged
 
 
+def own_metric(folder):
+    ours = trainer(Path(folder) / str(processes.rank()))
+    ours.metrics = lambda rollout: {"mine": processes.rank() + 1.0}
+    return ours.evaluate()["eval_mine"]
+
+
+def test_a_metric_of_a_user_s_own_is_asked_of_one(two, tmp_path):
+    """Which checkpoint is the best would else be another in each."""
+    assert two(own_metric, tmp_path) == [1.0, 1.0]
+
+
 def sum_that_loses(everything):
     with mock.patch("torch.distributed.all_reduce", lambda *_, **__: None) if everything else nullcontext():
         share.sum_like_gradients([torch.ones(3, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)])

@@ -186,7 +186,7 @@ def _where_to_name_a_base(error: ToolkitError, of_recipe: bool) -> str:
         return ""
     if of_recipe:
         return " With make: MODEL=/path/to/checkpoint."
-    return " If it was moved, change base.model in the recipe.yaml of the run."
+    return " If it was moved, add base.model=/new/place."
 
 
 def _say_once(text: str) -> None:

@@ -25,7 +25,15 @@ from safetensors.torch import save_file
 
 from toolkit.disk import as_the_umask_says, read_object, write_whole, writing
 from toolkit.errors import AdapterError, ToolkitError
-from toolkit.models.folders import State, adapter_state, load_whole, other_base, put_adapter, read_tensors
+from toolkit.models.folders import (
+    MERGED_INSTEAD,
+    State,
+    adapter_state,
+    load_whole,
+    other_base,
+    put_adapter,
+    read_tensors,
+)
 from toolkit.models.heads import Q_BOUND_FILE, QBound
 from toolkit.models.lora import missing_modules
 from toolkit.models.roles import Q_ROLES, SharedBase, has_head
@@ -107,7 +115,10 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     """
     folder = Path(os.path.expanduser(folder))  # where Path's own raises for a user that is not there
     if not folder.is_dir():
-        raise AdapterError(f'role "{role}": there is no folder {folder}.', remedy="Name a PEFT adapter folder.")
+        of_hub = f" One of the hub comes by hf download {folder} --local-dir FOLDER." if len(folder.parts) == 2 else ""
+        raise AdapterError(
+            f'role "{role}": there is no folder {folder}.', remedy=f"Name a PEFT adapter folder.{of_hub}"
+        )
     about = _about(folder) or _about_of_others(folder)
     head: State | None
     of_an_adapter = not has_head(role) and (folder / CONFIG_NAME).is_file()  # LLaMA-Factory's has a head beside it
@@ -277,7 +288,7 @@ def adapter_config(folder: Path) -> LoraConfig:
     if extra := set(config.modules_to_save or []) - {"score", "classifier"}:
         wrong = f"{folder}: the adapter replaces {', '.join(sorted(extra))} of the base (modules_to_save), "
         wrong += "which the other roles share."
-        raise AdapterError(wrong, remedy="Train it without.")
+        raise AdapterError(wrong, remedy=f"Train it without; or {MERGED_INSTEAD}.")
     config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", False
     # Those that leave the base alone: the weights are in the file.
     if config.init_lora_weights in ("orthogonal", "eva", "mica"):

@@ -16,6 +16,9 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from toolkit.errors import AdapterError
 from toolkit.models.pretrained import outline_of
 
+MERGED_INSTEAD = "merge it into its base, and name that as base.model"
+"""What else can be done with an adapter that changes the base for all roles."""
+
 State: TypeAlias = dict[str, Tensor]
 
 
@@ -84,8 +87,7 @@ def _without_embeddings_of_the_base(model: PeftModel, own: State, state: State, 
         ):
             layer = name.rpartition(".base_layer." if copied else ".")[0]
             wrong = f"{folder} brings {layer} of its own, which all roles would share."
-            merged = "merge it into its base, and name that as base.model"
-            raise AdapterError(wrong, remedy=f"Train it without, or on this base; or {merged}.")
+            raise AdapterError(wrong, remedy=f"Train it without, or on this base; or {MERGED_INSTEAD}.")
     return kept
 
 

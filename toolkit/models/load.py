@@ -148,6 +148,7 @@ def load_with_report(
         report, known = _report_of_headers(model, spec.model)
         _check_complete(spec.model, report, kind, trained=trained)
         return model, known and not report["missing_keys"]
+    check_weights_alone(spec.model, config, asks_hub=True)
     with _loading(spec), quiet_transformers() if kind == "sequence_classifier" else nullcontext(), quantising_told():
         model, report = owner.from_pretrained(
             spec.model,
@@ -163,7 +164,6 @@ def load_with_report(
     if own is not None:
         cast_what_is_not_quantised(model, arguments["dtype"])
     save_without_prefix(model)
-    check_weights_alone(spec.model, config)  # of a hub id, whose cache knows of an adapter now
     _check_complete(spec.model, report, kind, trained=trained)
     # In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks 4-bit weights for a kernel outside autograd, for good:
     # each later backward pass would leave out the base's part of the gradient, with nothing but a warning. One that is

@@ -154,17 +154,18 @@ def cached_commit(model: str, revision: str | None) -> str | None:
     return Path(found).parent.name if isinstance(found, str) else None
 
 
-def check_weights_alone(model: str, config: PreTrainedConfig) -> None:
+def check_weights_alone(model: str, config: PreTrainedConfig, *, asks_hub: bool = False) -> None:
     """That a checkpoint is loaded as it is, and from safetensors. transformers puts an adapter that lies beside the
     weights on them unasked, and reads the file that a configuration names whatever its kind.
 
-    The hub is not asked for this: of a hub id the cache knows whether there is an adapter, at the latest once the model
-    is loaded.
+    Args:
+        asks_hub: whether the hub is asked, of which the cache alone need not know: transformers would download the
+            adapter with the weights, and load the base that it names in the place of this one.
 
     Raises: ModelError: there is an adapter, or the configuration names another kind of file.
     """
     revision = getattr(config, "_commit_hash", None)  # the state that the configuration is of
-    beside = find_adapter_config_file(model, revision=revision, local_files_only=True)
+    beside = find_adapter_config_file(model, revision=revision, local_files_only=not asks_hub)
     if beside is not None:
         raise ModelError(
             f'"{model}" holds an adapter beside its weights: {beside}.',

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from toolkit import models
 from toolkit.data import Rollout, pad_rows
-from toolkit.errors import Problem, RewardError, ToolkitError
+from toolkit.errors import NotFiniteError, Problem, RewardError, ToolkitError
 from toolkit.portion import Portion
 from toolkit.rewards.adapter import logits_of
 from toolkit.rewards.base import Reward
@@ -82,6 +82,11 @@ class RewardModel(TextScorer):
         rows, config = self._rows(rollout), self.model.config
         ids = [row["input_ids"] for row in rows]
         logits = logits_of(ids, config.num_labels, self.portion, lambda part: self._logits([rows[i] for i in part]))
+        if self.model.dtype is torch.float16 and not bool(logits.isfinite().all()):
+            wrong = (
+                "the reward model gave a score that is not finite: it computes in float16, which overflows at 65,504."
+            )
+            raise NotFiniteError(wrong, remedy="If it does so again, set its dtype to float32.")
         return self.scores_of(logits, rollout, _named_classes(config))
 
     def texts(self, rollout: Rollout) -> list[tuple[str, ...]]:

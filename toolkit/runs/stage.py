@@ -37,6 +37,7 @@ from toolkit.spec.plan import RESPONDING
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
 from toolkit.trainers.same_run import check_alike, is_another_base, made_with, of_base
 from toolkit.trainers.sft import cut_rows, packs
@@ -178,7 +179,9 @@ def _before(recipe: Recipe, stage: str, trainer: Any, *, goes_on: bool) -> tuple
     path = recipe.stage_folder(stage) / BEFORE_FILE
     rows = recipe.task.prompts("test") if stage in RESPONDING else trainer.eval_dataset
     held_out = None if rows is None else data_digest(rows)
-    check_alike({"held-out rows": held_out}, getattr(trainer, "roles", None))
+    check_alike({"held-out rows": held_out})
+    if isinstance(trainer, ResumableTrainer):  # before what may take an hour
+        trainer.check_alike()
     kept = processes.by_main(lambda: reports.read_json(path))
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
         with phases.phase("answers before" if stage in RESPONDING else "measure before"):

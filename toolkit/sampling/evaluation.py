@@ -105,7 +105,7 @@ class Evaluator:
             "length": sum(rollout.lengths) / len(rollout),
             "eos_share": sum(rollout.ended) / len(rollout),
             **signs_of(rollout, joined["score"], high=getattr(self.reward, "high_score", None)),
-            **self._further(rollout),
+            **processes.by_main(lambda: self._further(rollout)),  # by which all of several decide alike
         }
         evaluation = Evaluation(metrics, rollout, joined["score"])
         evaluation.judged = joined.get("judge")

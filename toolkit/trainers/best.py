@@ -69,11 +69,6 @@ class BestOfSaved(GuardedSteps):
         if before is None or (metric > before if self.args.greater_is_better else metric < before):
             state.best_model_checkpoint = str(self._folder_of(state.global_step))
 
-    def _metrics_logged(self) -> dict[int, float]:
-        """As `_metrics_at`, by the log of a checkpoint that does not say."""
-        key = self._best_by
-        return {row["step"]: float(row[key]) for row in self.state.log_history if key in row} if key else {}
-
     def _find_best(self) -> None:
         """The best checkpoint where this run now is, of one that goes on."""
         # transformers forgets one that is not where it was.

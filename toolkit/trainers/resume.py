@@ -178,6 +178,12 @@ class ResumableTrainer(BestOfSaved):
         passes = math.ceil(args.num_train_epochs * steps)
         return passes if known or math.ceil(args.num_train_epochs) < before else max(passes, state.max_steps)
 
+    def check_alike(self) -> None:
+        """Nothing, if several processes begin with the same settings, base, data, adapters and versions, else a
+        SelfCheckError."""
+        with processes.agreed():
+            check_alike({**self._identity, "settings": self._settings}, self.roles, trained=self._trained)
+
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
 
@@ -197,8 +203,8 @@ class ResumableTrainer(BestOfSaved):
         with processes.agreed():  # an error of all is told once
             check_undivided(self.accelerator)
             check_batch(self.args, len(self.train_dataset))
+        self.check_alike()
         with processes.agreed():
-            check_alike({**self._identity, "settings": self._settings}, self.roles, trained=self._trained)
             sum_like_gradients(self._trained)
         asked = resume_from_checkpoint
         at_work = self._saved_at is not None or self.state.global_step
@@ -391,8 +397,7 @@ class ResumableTrainer(BestOfSaved):
         groups, now = state["optimizer"]["param_groups"], self.optimizer.param_groups
         with processes.agreed():  # an error of all is told once
             check_same_run(checkpoint, state, self._identity)
-            kind = self.args.optim.value
-            if (before := state.get("optim", kind)) != kind:  # some were written without it
+            if (before := state["optim"]) != (kind := self.args.optim.value):
                 raise other_setting(checkpoint, "setting optim", before, kind)
             if len(groups) != len(now):
                 wrong = f"{checkpoint} was written with another weight decay."
@@ -433,7 +438,8 @@ class ResumableTrainer(BestOfSaved):
         with of_this_version(checkpoint):
             self.seconds_before = self._restoring["seconds"]
             self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
-        tell_other_settings(checkpoint, self._restoring.get("settings", {}), self._settings)  # some lack them
+            settings = self._restoring["settings"]
+        tell_other_settings(checkpoint, settings, self._settings)
 
     def load_progress(self, checkpoint: Path) -> None:
         """What `own_state` gave, and then the random states: what comes before may draw random numbers."""
@@ -444,7 +450,6 @@ class ResumableTrainer(BestOfSaved):
             self.load_own_state(self._restoring["own"])
             vars(self.skipped).update(self._restoring["skipped"])
             self._metrics_at.clear()
-            # Some were written without them.
-            self._metrics_at.update(self._restoring.get("metrics_at", self._metrics_logged()))
+            self._metrics_at.update(self._restoring["metrics_at"])
             checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}
