@@ -10,19 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import PeftModel
 from torch.nn.functional import one_hot
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.tiny_models import tiny_model
-from tests.tiny_runs import command_here
+from benchmarks.architectures import tiny_model as tiny_architecture
+from tests.tiny_runs import byte_tokenizer, command_here, save_llama
 from toolkit.errors import AdapterError, ModelError, ToolkitError
 from toolkit.inference import export as exporting
 from toolkit.inference.export import export_adapter, export_merged
 from toolkit.inference.export_card import write_card
 from toolkit.inference.saved_run import open_run, policy_folder
-from toolkit.models import load_base, merge_adapter, name_base, save_tokenizer
+from toolkit.models import load_base, load_tokenizer, merge_adapter, name_base, save_tokenizer
 
 
 @pytest.mark.smoke
@@ -81,12 +80,11 @@ def test_the_commit_of_another_base_is_not_named(tmp_path):
 
 
 def test_an_export_is_read_by_transformers_4_and_llama_cpp(trained, tmp_path):
-    """It has the tokenizer's files as they came, and rotary positions by the names that were before version 5."""
+    """It has names that are known there, the base's own file of sentencepiece, and gives the same ids here."""
     recipe, base = trained[1], tmp_path / "base"
     shutil.copytree(recipe.base_path, base)
-    own = json.loads((base / "tokenizer_config.json").read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (base / "tokenizer_config.json").write_text(json.dumps(own))
     (base / "tokenizer.model").write_bytes(b"\x0asentences")
+    (base / "token.json").write_text('"secret"')
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 64
     config = json.loads((base / "config.json").read_text()) | {"rope_theta": 5e5, "rope_scaling": scaling}
@@ -95,17 +93,51 @@ def test_an_export_is_read_by_transformers_4_and_llama_cpp(trained, tmp_path):
     opened = open_run("chat", f"base.model={base}", runs_dir=recipe.runs_dir)
     adapter, (merged, _) = export_adapter(opened, tmp_path / "adapter"), export_merged(opened, tmp_path / "merged")
     for folder in (adapter, merged):
-        assert (folder / "tokenizer.model").read_bytes() == b"\x0asentences"
-        assert json.loads((folder / "tokenizer_config.json").read_text()) == own
+        assert (folder / "tokenizer.model").read_bytes() == b"\x0asentences" and not (folder / "token.json").exists()
+        assert (
+            json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer.chat_template == recipe.tokenizer.chat_template
         assert tokenizer("Bread rises.").input_ids == recipe.tokenizer("Bread rises.").input_ids
     written = json.loads((merged / "config.json").read_text())
     assert (written["rope_theta"], written["rope_scaling"]) == (5e5, scaling)
     assert AutoConfig.from_pretrained(merged).rope_parameters == {**scaling, "rope_theta": 5e5}
-    (tmp_path / "gpt2").mkdir()
-    exporting._save(tiny_model("gpt2"), tmp_path / "gpt2")  # which has no rotary positions
-    assert "rope_theta" not in json.loads((tmp_path / "gpt2" / "config.json").read_text())
+    for kind in ("gpt2", "gpt_neox"):  # without rotary positions, and with names of its own
+        (tmp_path / kind).mkdir()
+        exporting._save(model := tiny_architecture(kind), tmp_path / kind)
+        written = json.loads((tmp_path / kind / "config.json").read_text())
+        assert "rope_theta" not in written and written.get("rope_parameters") == getattr(
+            model.config, "rope_parameters", None
+        )
+
+
+def test_an_exported_tokenizer_splits_text_as_the_base_s_whatever_class_that_names(tmp_path):
+    """Of phi-4 the class that its file names splits digits otherwise than the one that transformers takes for phi3; an
+    adapter's folder has no type of a model."""
+    base = tmp_path / "base"
+    save_llama(base, byte_tokenizer(), architectures=None)
+    backend = json.loads((base / "tokenizer.json").read_text())
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "GPT2Tokenizer"}))
+    (base / "config.json").write_text(json.dumps({"model_type": "phi3"}))
+    loaded = load_tokenizer(str(base))
+    save_tokenizer(loaded, tmp_path / "adapter", str(base))
+    again = AutoTokenizer.from_pretrained(tmp_path / "adapter")
+    assert json.loads(again.backend_tokenizer.to_str())["pre_tokenizer"] == backend["pre_tokenizer"]
+    text = "In 1234 days, IT'S done."
+    assert again(text).input_ids == loaded(text).input_ids
+    assert AutoTokenizer.from_pretrained(base)(text).input_ids == loaded(text).input_ids
+
+
+def test_a_name_that_would_give_another_tokenizer_is_not_written(trained, tmp_path, monkeypatch):
+    tokenizer = trained[1].tokenizer
+    tokenizer.save_pretrained(tmp_path / "own")
+    monkeypatch.setattr("toolkit.models.pretrained._ANY_TOKENIZER", "BertTokenizer")
+    save_tokenizer(tokenizer, tmp_path / "out", str(tmp_path / "own"))
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == json.loads(
+        (tmp_path / "own" / "tokenizer_config.json").read_text()
+    )
 
 
 def test_tokenizer_files_come_from_the_hub_s_cache_or_their_lack_is_told(trained, tmp_path, monkeypatch):
@@ -122,11 +154,13 @@ def test_tokenizer_files_come_from_the_hub_s_cache_or_their_lack_is_told(trained
     assert asked == [("meta/llama", "abc")]
     assert (tmp_path / "there" / "tokenizer.model").read_bytes() == b"sentences"
 
-    def absent(model, **_):
-        raise LocalEntryNotFoundError("not in the cache")
+    def broken_off(model, **_):
+        raise ZeroDivisionError("a connection that broke off")  # of httpx, whose errors have no root of ours
 
-    monkeypatch.setattr("toolkit.models.pretrained.snapshot_download", absent)
-    with pytest.warns(UserWarning, match=r'own files of "meta/llama" cannot be had \(not in the cache\)'):
+    monkeypatch.setattr("toolkit.models.pretrained.snapshot_download", broken_off)
+    with pytest.warns(
+        UserWarning, match=r'of "meta/llama" cannot be had, if there are any \(a connection that broke off'
+    ):
         save_tokenizer(tokenizer, tmp_path / "absent", "meta/llama")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "absent")) == len(tokenizer)
 
@@ -156,12 +190,16 @@ def test_a_readme_names_a_base_of_the_hub_and_a_rank_that_vllm_has_to_be_told(tr
     of_hub.__dict__["tokenizer"] = recipe.tokenizer
     for rank in (16, 64):
         (tmp_path / str(rank)).mkdir()
-        config = json.loads((policy_folder(recipe) / "adapter_config.json").read_text()) | {"r": rank}
+        config = json.loads((policy_folder(recipe) / "adapter_config.json").read_text()) | {
+            "r": rank,
+            "revision": "abc",
+        }
         (tmp_path / str(rank) / "adapter_config.json").write_text(json.dumps(config))
         write_card(of_hub, tmp_path / str(rank), merged=False)
         card = ModelCard.load(tmp_path / str(rank) / "README.md")
         assert card.data.base_model == "meta/llama" and card.data.to_dict()["base_model_relation"] == "adapter"
         assert ("`--max-lora-rank 64`" in card.text) == (rank == 64)
+        assert 'from_pretrained("meta/llama", revision="abc")' in card.text
 
 
 def test_what_a_link_leads_to_is_not_given_away(trained, tmp_path):

@@ -217,20 +217,33 @@ def test_a_run_has_the_template_that_its_recipe_names(tmp_path, checkpoint, stag
     [
         ("nowhere.jinja", r'base.chat_template: "nowhere.jinja" cannot be read: .*No such file'),
         ("empty.jinja", r'base.chat_template: there is no chat template in "empty.jinja". Name a file like'),
+        (
+            "of_a_key.jinja",
+            r'base.chat_template: the chat template in "of_a_key.jinja" has a "\$\{", which in a recipe',
+        ),
+        ("~nobody-at-all/x", "base.chat_template: .*cannot be read: .*Name a file with a Jinja template"),
+        ("nul\0", "base.chat_template: .*cannot be read: .*null"),
+        ("x" * 5000, "base.chat_template: .*cannot be read: .*too long"),
+        ("latin.jinja", 'base.chat_template: "latin.jinja" cannot be read'),
         (".", r'base.chat_template: there is no chat template in ".". Name a file like a checkpoint'),
     ],
 )
 def test_what_has_no_template_is_named(given, message, tmp_path, checkpoint, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jinja").write_text("Hello.")
+    (tmp_path / "of_a_key.jinja").write_text("{{ messages }} ${seed}")
+    (tmp_path / "latin.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
     with pytest.raises(RecipeError, match=message):
         chat_recipe(tmp_path, checkpoint, base={"model": str(checkpoint), "chat_template": given})
 
 
 def test_a_template_that_nothing_would_render_is_refused(tmp_path, checkpoint):
     base = {"model": str(checkpoint), "chat_template": QWEN}
-    with pytest.raises(RecipeError, match="base.chat_template — would have no effect with data.chat: false"):
+    with pytest.raises(RecipeError, match="base.chat_template — would have no effect with chat: false"):
         chat_recipe(tmp_path, checkpoint, "data.chat=false", base=base)
+    of_reward = {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS)}
+    recipe = chat_recipe(tmp_path, checkpoint, "data.chat=false", base=base, reward_data=of_reward)
+    assert recipe.tokenizer.chat_template == QWEN
 
 
 def test_an_adapter_that_was_trained_with_another_template_is_told_of(tmp_path, checkpoint):
@@ -245,5 +258,6 @@ def test_an_adapter_that_was_trained_with_another_template_is_told_of(tmp_path, 
         notes = [note.text() for note in check(chat_recipe(tmp_path, checkpoint, f"start.policy={folder}")).notes]
         said = [note for note in notes if "was trained with another chat template than that of the base" in note]
         assert len(said) == told and (not told or f"base.chat_template={folder} takes that of the" in said[0])
-    notes = check(chat_recipe(tmp_path, checkpoint, f"start.policy={folder}", f"base.chat_template={folder}")).notes
-    assert not any("another chat template" in note.text() for note in notes)
+    for as_well in (f"base.chat_template={folder}", "data.chat=false"):
+        notes = check(chat_recipe(tmp_path, checkpoint, f"start.policy={folder}", as_well)).notes
+        assert not any("another chat template" in note.text() for note in notes)

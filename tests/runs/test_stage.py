@@ -8,6 +8,7 @@ from tests.reports.examples import RESULT
 from tests.tiny_models import shared_base
 from tests.tiny_runs import byte_tokenizer, chat_recipe, save_llama
 from toolkit import recipes
+from toolkit.errors import SelfCheckError
 from toolkit.models import fast_precision
 from toolkit.runs import stages
 from toolkit.runs.build import about_stage
@@ -16,6 +17,7 @@ from toolkit.runs.result import figures, how_it_ended, of_training
 from toolkit.runs.said import banner, show_result
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import Skipped
+from toolkit.trainers.resume import ResumableTrainer
 
 
 def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
@@ -123,5 +125,17 @@ def test_a_base_that_has_changed_between_two_stages_is_told_of(moved, tmp_path, 
     if moved:
         save_llama(folder, byte_tokenizer(), initializer_range=0.03)
     stages.run(recipe, "ppo")
-    told = [str(one.message) for one in recwarn if "base with other weights than" in str(one.message)]
-    assert [one.partition(" was trained")[0] for one in told] == ["reward"] * moved
+    told = [str(one.message) for one in recwarn if "has other weights than the base that" in str(one.message)]
+    assert len(told) == moved and all(f"{recipe.stage_folder('reward')} was trained on" in one for one in told)
+
+
+def test_processes_that_are_not_alike_are_told_before_anything_is_measured(
+    tmp_path, checkpoint, stages_here, monkeypatch
+):
+    def unlike(trainer):
+        raise SelfCheckError("the processes do not begin with the same base.")
+
+    monkeypatch.setattr(ResumableTrainer, "check_alike", unlike)
+    monkeypatch.setattr("toolkit.runs.stage._measure", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(SelfCheckError, match="same base"):
+        stages.run(chat_recipe(tmp_path, checkpoint), "reward")

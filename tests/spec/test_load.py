@@ -349,6 +349,9 @@ def test_another_source_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
     assert "subset" not in recipes.load(both, "data.train=x.jsonl", "data.validation=y.jsonl").values["data"]
     path = written(tmp_path, {**MINIMAL, "data": PAIRS_OF_THE_HUB})
     assert recipes.load(path, "data.train=other/pairs", "data.subset=b").values["data"]["subset"] == "b"
+    (tmp_path / "downloaded" / ".cache" / "huggingface").mkdir(parents=True)  # as it is named where there is no hub
+    kept = recipes.load(path, f"data.train={tmp_path / 'downloaded'}").values["data"]
+    assert kept["subset"] == "part" and kept["name"] == "main"
     more = recipes.load(path, f"data.train=[x.jsonl,{PAIRS_OF_THE_HUB['train']}]").values["data"]
     assert more["subset"] == "part" and more["name"] == "main"  # a file beside it
     assert recipes.load(path, "data.validation=some/pairs").values["data"]["subset"] == "part"

@@ -374,6 +374,21 @@ def test_an_update_whose_responses_cannot_be_sampled_is_passed_over(tmp_path, mo
     assert {row["step"] for row in read_jsonl(tmp_path / "rollouts.jsonl")} == {1, 3, 4}
 
 
+def test_of_responses_that_cannot_be_sampled_there_is_no_batch_to_look_at(tmp_path, monkeypatch):
+    ours = trainer(tmp_path, shared_base(), max_steps=9)
+
+    def drawn(*arguments, **named):
+        tokens, probabilities = inverse_cdf(*arguments, **named)
+        return tokens, probabilities * (float("nan") if ours.state.global_step else 1.0)
+
+    monkeypatch.setattr("toolkit.sampling.sampler.inverse_cdf", drawn)
+    with pytest.raises(
+        NotFiniteError, match=r"the 2 updates before, which were passed over\. +All up to update 3"
+    ) as told:
+        ours.train()
+    assert "The batch" not in str(told.value) and not (tmp_path / "not_finite.jsonl").exists()
+
+
 def test_a_step_that_is_finite_ends_a_row():
     skipped, layer = Skipped(total=2, in_a_row=2), torch.nn.Linear(2, 2)
     watch = SkipNotFinite(skipped, pytest.fail, lambda: None)

@@ -549,7 +549,7 @@ def test_so_is_one_whose_files_have_other_keys(stage, over, tmp_path):
         "checkpoint-1: the saved state cannot be read .*recursion": ("state.json", lambda _: "[" * 100_000),
         f"{ANOTHER_VERSION}TypeError": ("state.json", lambda _: "[]"),
     }
-    needed = {"random", "stopped_early", "seconds", "resumed_at", "own", "skipped"}
+    needed = {"random", "stopped_early", "seconds", "resumed_at", "own", "skipped", "settings"}
     needed |= set() if over else {"optimizer", "scheduler", "scaler"}
     cases |= {f"{ANOTHER_VERSION}KeyError '{key}'": ("state.json", without(key)) for key in needed}
     for number, (says, (name, change)) in enumerate(cases.items()):

@@ -14,17 +14,20 @@ from toolkit.errors import RecipeError
 MaxNewTokens = Annotated[
     int | None, typer.Option(help="Most tokens of an answer; the recipe's response_length if not given.", min=1)
 ]
-_SETTING = re.compile(r"(base|(sft_|reward_|q_)?data|scorer|judge|start|sft|reward|ppo|collect|q)(\.\w+)+=.*")
-_OF_TRAINING = re.compile(r"(sft|reward|ppo|collect|q)\.")
+_SETTING = re.compile(
+    r"(base\.model=.*)|(base|(sft_|reward_|q_)?data|scorer|judge|start|sft|reward|ppo|collect|q)(\.\w+)+=\S*"
+)
+_OF_USE = ("base", "value_model", "reward_model", "start", "data", "scorer", "judge")
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**32 - 1)]
 
 
 def _of_use(overrides: list[str] | None) -> list[str]:
-    """Keys for a command that does not train; an error where one is of a stage, which would have no effect."""
+    """Keys for a command that does not train; an error where one is of training, and would have no effect."""
     for word in overrides or ():
-        if _OF_TRAINING.match(word):
+        key, _, value = word.partition("=")
+        if value and key.partition(".")[0] not in _OF_USE:
             wrong = f'"{word}" is a setting of training, which is done.'
-            raise RecipeError(wrong, remedy="Options say how responses are made (--help).")
+            raise RecipeError(wrong, remedy="Options say how responses are made (--help), and --file takes any prompt.")
     return overrides or []
 
 
@@ -68,7 +71,7 @@ def generate(
     processes: Processes = 1,
 ) -> None:
     """Answer prompts with a trained policy: those given, those of a file, or the first held-out ones."""
-    overrides = _of_use([word for word in words or () if _SETTING.fullmatch(word)])  # --file takes it as a prompt
+    overrides = _of_use([word for word in words or () if _SETTING.fullmatch(word)])
     prompts = [word for word in words or () if word not in overrides]
     join(processes)
     from toolkit.inference import generate

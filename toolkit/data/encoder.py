@@ -75,7 +75,7 @@ class PromptEncoder:
         if self.chat and (before := self._template.before_answer):
             written = f'the chat template writes "{shown(before)}"'
             wrong = f"{written} between its generation prompt and an answer, which a response of text would lack."
-            remedy = "Write it into the generation prompt of the base's chat_template.jinja, or give rows that are "
+            remedy = "Write it into the generation prompt of a base.chat_template of your own, or give rows that are "
             raise DataError(wrong, field=field, remedy=f"{remedy}rendered already, with chat: false.")
 
     def closing(self) -> list[int]:

@@ -215,7 +215,7 @@ class Instructions(Task):
             try:
                 response = self._encoder.response(text, prompt)
             except Unusable as reason:  # a program writes no thoughts
-                remedy = "Give the base a chat_template.jinja that opens none, or train on responses of your own."
+                remedy = "Give a base.chat_template that opens none, or train on responses of your own."
                 raise DataError(f"no demonstration can be written: {reason}.", field="task", remedy=remedy) from reason
             ids = [*prompt["input_ids"], *response]
             rows.append({"input_ids": ids, "labels": [-100] * len(prompt["input_ids"]) + response})

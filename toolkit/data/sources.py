@@ -57,7 +57,7 @@ def read_rows(
     parts = names_of(subset) if subset is not None else [None]
     with within(field):
         mode = _mode(path) if source.strip() else None
-        if mode is not None and S_ISDIR(mode) and not _is_downloaded(path):
+        if mode is not None and S_ISDIR(mode) and not is_downloaded(source):
             yield from _read_folder(path, split, own_split)
         elif mode is not None and S_ISDIR(mode):
             for part in parts:
@@ -125,16 +125,17 @@ def _may_be_hub_id(source: str) -> bool:
 
 def is_of_hub(source: str) -> bool:
     """Whether the source is a hub id, or the folder of one."""
-    return is_hub_id(source) or _is_downloaded(_path(source))
+    return is_hub_id(source) or is_downloaded(source)
 
 
-def _is_downloaded(path: Path) -> bool:
+def is_downloaded(source: str) -> bool:
     """Whether a folder is one that datasets finds its way in, as in a data set of the hub.
 
     It is if `hf download` wrote it, which leaves its mark, or if no file lies in it that could be named in its place:
     of several that do, datasets would pass over those of another kind than most without a word.
     """
     try:
+        path = _path(source)
         if not path.is_dir() or any(os.path.lexists(path / name) for name in ("dataset_dict.json", "state.json")):
             return False
         return (path / ".cache" / "huggingface").is_dir() or not _files_in(os.listdir(path))

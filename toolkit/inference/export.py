@@ -143,10 +143,12 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
 def _as_before_version_5(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions under the names that transformers 4 reads, and what is built on it; version 5 reads both.
 
-    Without them every Llama has a `rope_theta` of 10,000 there, silently. Where layers differ there was no such form.
+    Without them every Llama has a `rope_theta` of 10,000 there, silently. Types with other names than most (GPT-NeoX),
+    or with positions that differ by layer (Gemma 3, OLMo 3), had names of their own, and get none here.
     """
     rotary = config.get("rope_parameters")
-    if not isinstance(rotary, dict) or not isinstance(rotary.get("rope_theta"), int | float):
+    others = str(config.get("model_type")).startswith("gpt_neox")
+    if others or not isinstance(rotary, dict) or not isinstance(rotary.get("rope_theta"), int | float):
         return {}
     scaling = {name: value for name, value in rotary.items() if name not in ("rope_theta", "partial_rotary_factor")}
     earlier = {name: rotary[name] for name in ("rope_theta", "partial_rotary_factor") if name in rotary}

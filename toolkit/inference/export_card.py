@@ -4,8 +4,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
+from peft.utils import CONFIG_NAME
 
-from toolkit.disk import write_whole
+from toolkit.disk import read_object, write_whole
 from toolkit.errors import DataError
 from toolkit.models import adapter_config
 from toolkit.reports import read_result, versions
@@ -18,7 +19,7 @@ _ADAPTER = """from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
-base = AutoModelForCausalLM.from_pretrained("{base}")
+base = AutoModelForCausalLM.from_pretrained("{base}"{revision})
 model = PeftModel.from_pretrained(base, "{folder}")"""
 _WHOLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +42,9 @@ def write_card(recipe: Recipe, folder: Path, *, merged: bool) -> None:
         tags=["ppo", "ppo-lora-toolkit"],
     )
     what = "A checkpoint, made of" if merged else "A LoRA adapter for"
-    load = (_WHOLE if merged else _ADAPTER).format(folder=folder.resolve().name, base=base)
+    commit = None if merged else (read_object(folder / CONFIG_NAME) or {}).get("revision")
+    revision = f', revision="{commit}"' if commit else ""
+    load = (_WHOLE if merged else _ADAPTER).format(folder=folder.resolve().name, base=base, revision=revision)
     parts = [
         f"---\n{about.to_yaml()}\n---",
         f"# {folder.resolve().name}",
@@ -76,7 +79,8 @@ def _prompted(recipe: Recipe) -> list[str]:
 
 
 def _changed(recipe: Recipe) -> list[str]:
-    result = read_result(recipe.stage_folder("ppo")) or {}
+    result = read_result(recipe.stage_folder("ppo"))
+    assert result is not None, "only finished runs are opened"
     rows = [f"| {name} | {then:.4f} | {now:.4f} |" for name, (then, now) in figures_shown(result).items()]
     table = "\n".join(["| on held-out prompts | before PPO | after |", "| --- | ---: | ---: |", *rows])
     return [f"## What PPO changed\n\n{table}"]

@@ -17,7 +17,7 @@ from toolkit.data import read_rows
 from toolkit.data.files import shown
 from toolkit.data.messages import Messages
 from toolkit.disk import write_output
-from toolkit.errors import ColumnError, DataError, LengthError, RewardError, ToolkitError, printable
+from toolkit.errors import ColumnError, DataError, LengthError, NotFiniteError, RewardError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler, warn_of_another_base
 from toolkit.models import scores_for
@@ -174,7 +174,8 @@ def generate_best(
     try:
         sampled = best_of(prompts, num_samples, sampler=sampler, reward=reward, batch_size=size)
     except RewardError as error:
-        error.within("scorer")
+        if not isinstance(error, NotFiniteError):  # which the policy's logits may be, too
+            error.within("scorer")
         if isinstance(error, ColumnError) and (texts or file is not None):
             error.add_remedy("Prompts need what the reward reads: name a .jsonl file with it, or no prompts.")
         raise

@@ -1,4 +1,4 @@
-"""A trained run, opened again: its recipe, what it has trained as something that responds, and that exported."""
+"""A trained run, opened again: its recipe, and what it has trained as something that responds."""
 
 import os
 import warnings
@@ -25,6 +25,7 @@ from toolkit.runs import build
 from toolkit.runs.differences import recorded
 from toolkit.runs.folder import check_outputs, find_run, last_stage, recover, saved_by_hand
 from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE
+from toolkit.runs.said import has_other_weights
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
 from toolkit.spec.plan import section
@@ -33,7 +34,6 @@ from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
 from toolkit.trainers.same_run import is_another_base, of_base
 from toolkit.trainers.trl_compat import HAS_PPO
 
-_POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared, at most
 _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
     "flash_attention_2": is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
@@ -120,7 +120,7 @@ def not_here(folder: Path) -> dict[str, str]:
         found |= {f"{stage}.{name}": other for name, other in others.items() if name in given}
         if given.get("use_cpu") is not None and given["use_cpu"] == torch.cuda.is_available():
             found[f"{stage}.use_cpu"] = "null"
-        if given.get("fp16") and not torch.cuda.is_available():
+        if given.get("fp16") is False or (given.get("fp16") and not torch.cuda.is_available()):
             found[f"{stage}.fp16"] = "null"
         if given.get("use_liger_kernel") and not is_liger_kernel_available():
             found[f"{stage}.use_liger_kernel"] = "false"
@@ -180,10 +180,8 @@ def warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
     with suppress(ToolkitError):  # damaged; what it says is for nothing but this
         then = (read_json(folder / BEFORE_FILE) or {}).get("made_with")
         if then is not None and is_another_base(then, of_base(model)):
-            where, name_it = recipe.folder, f"Name that base as base.model in {recipe.folder / RECIPE_FILE}."
-            wrong = f"{recipe.base_path} has other weights than the base that {where} was trained on, with which its "
-            wrong += "adapters respond otherwise, unless another version of transformers lays out the same ones."
-            warnings.warn(f"{wrong} {name_it}", stacklevel=3)
+            told = has_other_weights(recipe.base_path, str(recipe.folder))
+            warnings.warn(f"{told} Name that base: base.model=/its/place.", stacklevel=3)
 
 
 def place_reference(recipe: Recipe, sampler: Sampler) -> None:

@@ -115,7 +115,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     """
     folder = Path(os.path.expanduser(folder))  # where Path's own raises for a user that is not there
     if not folder.is_dir():
-        of_hub = f" One of the hub comes by hf download {folder} --local-dir FOLDER." if len(folder.parts) == 2 else ""
+        may_be_id = len(folder.parts) == 2 and not folder.is_absolute()
+        of_hub = f" One of the hub comes by hf download {folder} --local-dir FOLDER." if may_be_id else ""
         raise AdapterError(
             f'role "{role}": there is no folder {folder}.', remedy=f"Name a PEFT adapter folder.{of_hub}"
         )

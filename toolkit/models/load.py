@@ -148,8 +148,8 @@ def load_with_report(
         report, known = _report_of_headers(model, spec.model)
         _check_complete(spec.model, report, kind, trained=trained)
         return model, known and not report["missing_keys"]
-    check_weights_alone(spec.model, config, asks_hub=True)
     with _loading(spec), quiet_transformers() if kind == "sequence_classifier" else nullcontext(), quantising_told():
+        check_weights_alone(spec.model, config, asks_hub=True)
         model, report = owner.from_pretrained(
             spec.model,
             config=config,

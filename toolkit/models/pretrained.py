@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -31,7 +30,8 @@ _TOKENIZER_FILES = (
     "special_tokens*.json",
 )
 _CONFIG = "tokenizer_config.json"
-_OF_TOKENIZERS = [*_TOKENIZER_FILES, "added_tokens.json"]
+_OF_OTHERS = ["*.model", "*.tiktoken", "tekken.json"]  # which transformers 5 reads, and writes none of
+_ANY_TOKENIZER = "PreTrainedTokenizerFast"  # by the name that transformers 4 knows, too
 HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 _POINTER = b"version https://git-lfs"
 _READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}
@@ -57,29 +57,55 @@ def load_tokenizer(
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: Path, model: str, *, revision: str | None = None
 ) -> None:
-    """Write a checkpoint's tokenizer into a folder: as this version of transformers does, with the checkpoint's own
-    files, where it has such, in their place.
+    """Write a checkpoint's tokenizer into a folder, for tools that do not have transformers 5 as well.
 
-    transformers 5 writes neither tokenizer.model, without which llama.cpp converts no Gemma, nor a configuration that
-    transformers 4 reads.
+    That writes no tokenizer.model, without which llama.cpp converts no Gemma, and names that transformers 4 refuses.
     """
     tokenizer.save_pretrained(folder)
+    config = read_object(folder / _CONFIG) or {}
+    write_whole(folder / _CONFIG, _as_json(_as_before_version_5(config)))
+    if not _reads_alike(folder, tokenizer):
+        write_whole(folder / _CONFIG, _as_json(config))
     source = Path(model).expanduser()
-    if not source.is_dir():
-        try:
-            source = Path(snapshot_download(model, revision=revision, allow_patterns=_OF_TOKENIZERS))
-        except (OSError, HfHubHTTPError) as error:  # what the cache lacks, with a hub that cannot be asked for it
-            reason = " ".join(str(error).split())
-            wrong = f'the tokenizer\'s own files of "{model}" cannot be had ({reason}).'
-            warnings.warn(f"{wrong} {folder} has it as transformers 5 alone reads it.", stacklevel=2)
-            return
-    for pattern in _OF_TOKENIZERS:
-        for path in source.glob(pattern):
-            if path.is_file():
+    try:
+        if not source.is_dir():
+            source = Path(snapshot_download(model, revision=revision, allow_patterns=_OF_OTHERS))
+        for path in (path for pattern in _OF_OTHERS for path in source.glob(pattern)):
+            if path.is_file() and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)
-    config, template = read_object(folder / _CONFIG), tokenizer.chat_template
-    if config and config.get("chat_template", template) != template:  # that of a recipe, which the folder has by now
-        write_whole(folder / _CONFIG, json.dumps({**config, "chat_template": template}, indent=2, ensure_ascii=False))
+    except Exception as error:  # of httpx and huggingface_hub, without a common root
+        reason = " ".join(str(error).split())
+        wrong = f'{" and ".join(_OF_OTHERS)} of "{model}" cannot be had, if there are any ({reason}).'
+        warnings.warn(f"{wrong} Some tools, as llama.cpp for Gemma, need them beside the export.", stacklevel=2)
+
+
+def _as_json(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def _as_before_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer's configuration with names that transformers 4 knows: of the class, and of a list of tokens."""
+    known = dict(config)
+    if known.get("tokenizer_class") == "TokenizersBackend":
+        known["tokenizer_class"] = _ANY_TOKENIZER
+    if isinstance(known.get("extra_special_tokens"), list):
+        known["additional_special_tokens"] = known.pop("extra_special_tokens")
+    return known
+
+
+def _reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether what stands in a folder gives the same ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    try:
+        read = AutoTokenizer.from_pretrained(folder)
+    except Exception:  # of one with code of its own, or whatever the names come to
+        return False
+    if backend is None or getattr(read, "backend_tokenizer", None) is None:
+        return False
+    ours, theirs = (json.loads(one.to_str()) for one in (backend, read.backend_tokenizer))
+    for state in ("padding", "truncation"):  # of the last call
+        ours[state] = theirs[state] = None
+    return bool(ours == theirs and read.special_tokens_map == tokenizer.special_tokens_map)
 
 
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -31,6 +31,7 @@ from toolkit.runs import build
 from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
 from toolkit.runs.folder import finished
 from toolkit.spec.chat_template import template_in
+from toolkit.spec.conflicts import renders_nothing
 from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import ModelSection
@@ -191,10 +192,15 @@ class RolesCheck:
             told = "; ".join(f"{key} {asked[key]}, there {has.get(key)}" for key in differ)
             wrong = f"the adapter in {source.folder} is taken as it is ({told})."
             self.findings.notes.append(Problem(wrong, f"adapters.{source.role}"))
-        if source.role != "policy" or self.tokenizer is None:
+        if source.role != "policy" or self.tokenizer is None or renders_nothing(self.recipe.values):
             return
-        template = template_in(Path(source.folder).expanduser())
-        if template is not None and template.strip() != str(self.tokenizer.chat_template).strip():
+        try:
+            template = template_in(Path(source.folder).expanduser())
+        except ValueError:  # which is for no message, and is not read by anything here
+            return
+        ours = self.tokenizer.chat_template
+        ours = ours.get("default") if isinstance(ours, dict) else ours
+        if template is not None and template.strip() != (ours or "").strip():
             wrong = f"{source.folder} was trained with another chat template than that of the base, which is used."
             remedy = f"base.chat_template={source.folder} takes that of the adapter."
             self.findings.notes.append(Problem(wrong, source.key, remedy))

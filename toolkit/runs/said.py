@@ -47,6 +47,14 @@ def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
     yield f"trains {trained}; writes to {recipe.stage_folder(stage)}"
 
 
+def has_other_weights(base: str, trained: str) -> str:
+    """A sentence on a base that is not the one that adapters were trained on; `trained` is the folder of those."""
+    return (
+        f"{base} has other weights than the base that {trained} was trained on, with which its adapters respond "
+        "otherwise, unless another version of transformers lays out the same ones."
+    )
+
+
 def figures_shown(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Figures before and after, by name, but the signs of a reward that is fooled and single rules."""
     before, after = result["before"], result["after"]

@@ -7,7 +7,7 @@ says that it is finished.
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from toolkit import phases, processes, reports
 from toolkit.checkpoints import checkpoints_in
 from toolkit.data import data_digest
 from toolkit.disk import writing
-from toolkit.errors import CheckpointError, RunInterrupted, within
+from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError, within
 from toolkit.reports import APART, Progress, Responses
 from toolkit.runs.build import RESPONSES_FILE, Callbacks, about_stage, make_trainer, measures, stage_dataset
 from toolkit.runs.check_data import check_best
@@ -31,7 +31,7 @@ from toolkit.runs.memory import weights_fit
 from toolkit.runs.owned import BEFORE_FILE
 from toolkit.runs.report_on_the_way import ReportAtEvaluations, evaluated_apart
 from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, step_of_weights, write_up
-from toolkit.runs.said import banner, say, say_shares, show_result
+from toolkit.runs.said import banner, has_other_weights, say, say_shares, show_result
 from toolkit.sampling import Evaluation
 from toolkit.spec.plan import RESPONDING
 from toolkit.spec.recipe import Recipe
@@ -212,11 +212,12 @@ def _tell_of_another_base(recipe: Recipe, stage: str, trainer: Any) -> None:
         return
     now = of_base(roles.causal_lm)
     for earlier in recipe.plan.needs(stage):
-        then = (reports.read_json(recipe.stage_folder(earlier) / BEFORE_FILE) or {}).get("made_with")
-        if then is not None and is_another_base(then, now):
-            wrong = f"{earlier} was trained on a base with other weights than {recipe.base_path} has now, with which "
-            remedy = "Name that base as base.model, or train both on this one: OVERWRITE=1 (--overwrite)."
-            warnings.warn(f"{wrong}its adapter means something else. {remedy}", stacklevel=2)
+        folder = recipe.stage_folder(earlier)
+        with suppress(ToolkitError):  # damaged; what it says is for nothing but this
+            then = (reports.read_json(folder / BEFORE_FILE) or {}).get("made_with")
+            if then is not None and is_another_base(then, now):
+                remedy = f"Name that base as base.model, or repeat {earlier} on this one (OVERWRITE=1, --overwrite)."
+                warnings.warn(f"{has_other_weights(recipe.base_path, str(folder))} {remedy}", stacklevel=2)
 
 
 def _tell_before(trainer: Any, metrics: dict[str, Any], responses: Responses | None, *, goes_on: bool) -> None:

@@ -105,18 +105,20 @@ class Evaluator:
             "length": sum(rollout.lengths) / len(rollout),
             "eos_share": sum(rollout.ended) / len(rollout),
             **signs_of(rollout, joined["score"], high=getattr(self.reward, "high_score", None)),
-            **processes.by_main(lambda: self._further(rollout)),  # by which all of several decide alike
+            **processes.by_main(lambda: self._further(rollout)),
         }
         evaluation = Evaluation(metrics, rollout, joined["score"])
         evaluation.judged = joined.get("judge")
         return evaluation
 
     def _further(self, rollout: Rollout) -> dict[str, float]:
-        """What `metrics` gives, as numbers that a checkpoint can keep."""
+        """What `metrics` gives, as numbers that a checkpoint can keep: of several processes in the main one, by which
+        all of them decide alike."""
         if self.metrics is None:
             return {}
         try:
-            given = dict(self.metrics(rollout))
+            with processes.alone():  # whatever of ours it calls
+                given = dict(self.metrics(rollout))
         except (ToolkitError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of a user's own, like one of a reward

@@ -125,24 +125,25 @@ class Sampler:
         of_all = {row: made for of_process in processes.gather(generated) for row, made in of_process.items()}
         output, logprobs = zip(*(of_all[row] for row in range(len(limits))), strict=True)
         rollout = rollout_of(batch, output, tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
-        if uniform is None:
-            return rollout
         drawn_with = [row[:length] for row, length in zip(logprobs, rollout.lengths, strict=True)]
         # Not of what a row went on to say after its end, of which nothing is learnt.
         if not all(logprob < math.inf for row in drawn_with for logprob in row):
-            raise self._not_finite()
-        return replace(rollout, sampler_logprobs=drawn_with)
+            wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'
+            with processes.agreed():  # all of several find it, and one tells
+                remedy = "Its weights hold NaN or inf, or the base's precision is too small."
+                raise NotFiniteError(wrong, remedy=remedy)
+        return rollout if uniform is None else replace(rollout, sampler_logprobs=drawn_with)
 
     def _generate(
         self, ids: Tensor, mask: Tensor, uniform: Tensor | None, config: GenerationConfig, streamer: TextStreamer | None
     ) -> list[_Row]:
         """What comes after left-padded prompts (B, P). Decoding is greedy: `_Sampled` leaves one token to take."""
         role, temperature, processors = self._decoding(mask)
-        sampled = None
         if temperature is not None and uniform is not None:
-            sampled = _Sampled(uniform, temperature)
-        finite = _Finite()
-        processors.append(sampled or finite)
+            drawn: _Drawn = _Sampled(uniform, temperature)
+        else:
+            drawn = _Drawn(len(ids), int(config.max_new_tokens), ids.device)
+        processors.append(drawn)
         with self.roles.role(role), (self.autocast or self.roles.autocast)():
             output = self.roles.generate(
                 ids,
@@ -153,15 +154,7 @@ class Sampler:
                 logits_processor=processors,
                 streamer=streamer,
             ).tolist()
-        if sampled is not None:
-            return list(zip(output, sampled.probabilities.log().tolist(), strict=True))
-        if not finite.so_far:
-            raise self._not_finite()
-        return [(row, []) for row in output]
-
-    def _not_finite(self) -> NotFiniteError:
-        wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'
-        return NotFiniteError(wrong, remedy="Its weights hold NaN or inf, or the base's precision is too small.")
+        return list(zip(output, drawn.probabilities.log().tolist(), strict=True))
 
     def _decoding(self, mask: Tensor) -> tuple[str, float | None, LogitsProcessorList]:
         """The role that generates, the temperature of its logits, and what is done to them before."""
@@ -204,32 +197,34 @@ class Sampler:
         return [int(min(self.response_length, most - length)) for length in prompt_lengths]
 
 
-class _Finite(RowProcessor):
-    """Notes whether all rows have had a finite largest logit: of NaN greedy decoding would take the first token."""
+class _Drawn(RowProcessor):
+    """Notes with which probability each token is taken, in greedy decoding 1; NaN where the logits are not finite, of
+    which it would take the first token.
 
-    def __init__(self) -> None:
-        self.so_far: Tensor | bool = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.so_far = self.so_far & scores.amax(dim=-1).isfinite().all()
-        return scores
-
-
-class _Sampled(RowProcessor):
-    """Leaves each row the one token that its next uniform number draws from the whole distribution, which is what the
-    log-probabilities of an update are of.
-
-    `of_rows` is float64 (B, T). `probabilities`, float32 (B, T), are those with which the tokens were drawn; 1 where a
-    row drew nothing more.
+    `probabilities` are float32 (B, T), and 1 where a row drew nothing more.
     """
 
-    def __init__(self, of_rows: Tensor, temperature: float):
-        self.of_rows, self.temperature = of_rows, temperature
-        self.rows = torch.arange(len(of_rows), device=of_rows.device)  # that go on
-        self.probabilities, self.drawn = torch.ones_like(of_rows, dtype=torch.float32), 0
+    def __init__(self, rows: int, length: int, device: torch.device):
+        self.rows = torch.arange(rows, device=device)  # that go on
+        self.probabilities, self.drawn = torch.ones(rows, length, device=device), 0
 
     def keep(self, rows: Tensor) -> None:
         self.rows = self.rows[rows]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        largest = scores.amax(dim=-1)
+        self.probabilities[self.rows, self.drawn] = torch.where(largest.isfinite(), 1.0, float("nan"))
+        self.drawn += 1
+        return scores
+
+
+class _Sampled(_Drawn):
+    """Leaves each row the one token that its next uniform number draws from the whole distribution, which is what the
+    log-probabilities of an update are of. `of_rows` is float64 (B, T)."""
+
+    def __init__(self, of_rows: Tensor, temperature: float):
+        super().__init__(len(of_rows), of_rows.shape[1], of_rows.device)
+        self.of_rows, self.temperature = of_rows, temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         uniform = self.of_rows[self.rows, self.drawn]

@@ -6,7 +6,7 @@ from toolkit.data import TASKS
 from toolkit.errors import Problem
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import RESPONDING, StagePlan, at, by_trl, same_rewards, scorer_parts, section
-from toolkit.spec.sections import MODEL_SECTIONS, not_whole
+from toolkit.spec.sections import DATA_SECTIONS, MODEL_SECTIONS, not_whole
 from toolkit.spec.sources import SharedWith, Values
 
 # The stage that alone can read a section: without the stage it would have no effect.
@@ -41,8 +41,8 @@ def _of_base(values: Values) -> Iterator[Problem]:
                     wrong = f"would have no effect: random weights {what}."
                     yield Problem(wrong, f"{name}.{key}", "Remove it.")
     base = section(values, "base")
-    if base.get("chat_template") is not None and at(values, "data.chat") is False:
-        wrong = "would have no effect with data.chat: false, by which prompts are plain text."
+    if base.get("chat_template") is not None and renders_nothing(values):
+        wrong = "would have no effect with chat: false, by which prompts are plain text."
         yield Problem(wrong, "base.chat_template", "Remove one of them.")
     if base.get("model") is None and base.get("config") is not None:
         if wrong := not_whole(base):
@@ -53,6 +53,11 @@ def _of_base(values: Values) -> Iterator[Problem]:
         if task in list(TASKS) and "tokenizer" in owner_fields(TASKS[task]):
             wrong = f"data.task {task} needs a checkpoint's tokenizer, and random weights have none."
             yield Problem(wrong, "base.config", "Name a checkpoint with base.model=/path/to/checkpoint.")
+
+
+def renders_nothing(values: Values) -> bool:
+    """Whether no data section writes conversations in a chat template."""
+    return all(at(values, f"{place}.chat") is False for place in DATA_SECTIONS if place in values)
 
 
 def _of_scorer(values: Values) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.representer import RepresenterError
 
 from toolkit.data import TASKS
-from toolkit.data.sources import PART_SETTINGS, has_part, sources_of
+from toolkit.data.sources import PART_SETTINGS, has_part, is_downloaded, sources_of
 from toolkit.disk import MANIFEST
 from toolkit.errors import Problem, RecipeError, did_you_mean
 from toolkit.rewards.function import beside
@@ -233,11 +233,13 @@ _HELD_OUT_BY = tuple(
 
 
 def _of_others(data: Mapping[str, Any], begun: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that select a part of what a section of data has `begun` with, where it names none of these sources now."""
+    """Keys that select a part of what a section of data has `begun` with, where it names none of these sources now, nor
+    a folder that may be one of them, downloaded: reading it tells where that has no such part."""
     before = sources_of("", begun)
     for key in PART_SETTINGS:
         now = sources_of(key, data)
-        if now != sources_of(key, begun) and not any(name in before and has_part(key, str(name)) for name in now):
+        kept = (has_part(key, str(name)) for name in now if name in before or is_downloaded(str(name)))
+        if now != sources_of(key, begun) and not any(kept):
             yield key
 
 

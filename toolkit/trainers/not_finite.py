@@ -98,9 +98,11 @@ def save_broken(folder: Path, *, rollout: Rollout | None = None, tensors: Mappin
 
 
 def where_broken(folder: Path, **batch: Any) -> str:
-    """A sentence on where the main process has written a batch; a full disk is not what ended the run."""
+    """A sentence on where the main process has written a batch; nothing of one that was not answered. A full disk is
+    not what ended the run."""
     try:
-        return f"The batch is in {processes.by_main(partial(save_broken, folder, **batch))}."
+        written = processes.by_main(partial(save_broken, folder, **batch))
+        return f"The batch is in {written}." if written else ""
     except ToolkitError as full:
         return f"The batch could not be written: {full}"
 

@@ -266,12 +266,13 @@ class PPOLoop(SharedBaseTrainer):
     def _timed_step(self) -> dict[str, float]:
         """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
         rollouts, all_scores, parts = [], [], []
-        self._in_hand, self._in_scoring, self._drawn = {}, None, 0
+        self._in_hand, self._drawn = {}, 0
         rollout_seconds = score_seconds = 0.0
         for left in reversed(range(self.args.rollouts_per_update)):
             batch = self.dataloader.next_batch()
             self._drawn += len(batch["prompt_ids"])
             started = time.perf_counter()
+            self._in_scoring = None
             with phases.phase("rollout"):
                 rollouts.append(self.generate(batch))
             sampled = time.perf_counter()

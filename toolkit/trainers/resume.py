@@ -8,6 +8,7 @@ import math
 import signal
 import time
 import warnings
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -220,10 +221,11 @@ class ResumableTrainer(BestOfSaved):
                 result = self._run(checkpoint, arguments)
             except BaseException:
                 self.is_in_train = False
-                forget_unscaled(self.accelerator.scaler)
                 for one in self.callback_handler.callbacks:
                     if isinstance(one, Progress):
                         one.broke_off()
+                with suppress(RuntimeError):  # of a card that answers nothing any more
+                    forget_unscaled(self.accelerator.scaler)
                 raise
             finally:
                 self.remove_callback(callback)

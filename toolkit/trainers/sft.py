@@ -200,7 +200,7 @@ def sft_trainer(
     if roles is not None:
         # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.
         for parameter, given_one in zip(roles.parameters_of("policy"), as_given, strict=True):
-            parameter.data = given_one.to(torch.float32)
+            parameter.data = given_one.to(parameter.device, torch.float32)
         roles.train_roles("policy")
     in_place_of_progress(trainer, callbacks)
     return trainer
