@@ -2,13 +2,12 @@
 every way."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import psutil
 
 SECONDS = 10.0
 """For what takes milliseconds."""
@@ -44,12 +43,13 @@ def time_limit(seconds: float = SECONDS, megabytes: int = MEGABYTES) -> Iterator
 
 @contextmanager
 def _memory_limit(megabytes: int) -> Iterator[None]:
-    if not psutil.LINUX:
+    if sys.platform != "linux":
         yield
         return
     import resource  # which Windows does not have
 
-    taken = psutil.Process().memory_info().vms
+    with open("/proc/self/statm", encoding="ascii") as file:  # psutil takes five times as long, at each row of data
+        taken = int(file.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limits = [taken + megabytes * 2**20, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))

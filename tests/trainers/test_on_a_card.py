@@ -16,7 +16,7 @@ from toolkit.functional import inverse_cdf
 from toolkit.models import Sequences
 from toolkit.models.graphs import RecordedPass
 from toolkit.rewards import adapter
-from toolkit.sampling.sampler import Sampler, _Sampled
+from toolkit.sampling.sampler import Sampler, _Drawn
 from toolkit.trainers import self_checks
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.rollouts import RoleRollouts
@@ -150,7 +150,7 @@ def without(function, text):
 MUTANTS = [
     (Sampler, "__call__", ".to(self.roles.device)"),
     (Sampler, "__call__", ".to(ids.device)"),
-    (_Sampled, "__init__", ", device=of_rows.device"),
+    (_Drawn, "__init__", ", device=device"),
     (RecordedPass, "__init__", ", device=model.device"),
     (Experience, "of", ".to(mask.device)"),
     (RoleRollouts, "sequences", ", device=self.roles.device"),
