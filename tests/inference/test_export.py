@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import one_hot
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -103,6 +104,15 @@ def test_an_export_is_read_by_transformers_4_and_llama_cpp(trained, tmp_path):
     written = json.loads((merged / "config.json").read_text())
     assert (written["rope_theta"], written["rope_scaling"]) == (5e5, scaling)
     assert AutoConfig.from_pretrained(merged).rope_parameters == {**scaling, "rope_theta": 5e5}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    longrope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    phi = tiny_architecture("phi3", original_max_position_embeddings=16, rope_parameters=longrope)
+    (tmp_path / "phi3").mkdir()
+    exporting._save(phi, tmp_path / "phi3")
+    written = json.loads((tmp_path / "phi3" / "config.json").read_text())
+    assert written["rope_scaling"] == {"type": "longrope", **factors}  # its reader takes no other key
+    read = AutoConfig.from_pretrained(tmp_path / "phi3").rope_parameters
+    assert {**read, "type": None} == {**phi.config.rope_parameters, "type": None}
     for kind in ("gpt2", "gpt_neox"):  # without rotary positions, and with names of its own
         (tmp_path / kind).mkdir()
         exporting._save(model := tiny_architecture(kind), tmp_path / kind)
@@ -128,6 +138,19 @@ def test_an_exported_tokenizer_splits_text_as_the_base_s_whatever_class_that_nam
     text = "In 1234 days, IT'S done."
     assert again(text).input_ids == loaded(text).input_ids
     assert AutoTokenizer.from_pretrained(base)(text).input_ids == loaded(text).input_ids
+
+
+@pytest.mark.parametrize("added", [(False, False), (True, False), (True, True)])
+def test_what_stands_around_a_text_is_written(added, tmp_path):
+    """transformers 4 puts a beginning before each text for Llama's class, unless it is told not to."""
+    tokenizer = byte_tokenizer()
+    template = "<s> " * added[0] + "$A" + " </s>" * added[1]
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=ids)
+    save_tokenizer(tokenizer, tmp_path, str(tmp_path))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (config["add_bos_token"], config["add_eos_token"]) == added
+    assert AutoTokenizer.from_pretrained(tmp_path)("Hi").input_ids == tokenizer("Hi").input_ids
 
 
 def test_a_name_that_would_give_another_tokenizer_is_not_written(trained, tmp_path, monkeypatch):
@@ -159,7 +182,7 @@ def test_tokenizer_files_come_from_the_hub_s_cache_or_their_lack_is_told(trained
 
     monkeypatch.setattr("toolkit.models.pretrained.snapshot_download", broken_off)
     with pytest.warns(
-        UserWarning, match=r'of "meta/llama" cannot be had, if there are any \(a connection that broke off'
+        UserWarning, match=r'of "meta/llama" cannot be had, if there are such \(a connection that broke off'
     ):
         save_tokenizer(tokenizer, tmp_path / "absent", "meta/llama")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "absent")) == len(tokenizer)

@@ -265,10 +265,17 @@ def test_a_setting_is_no_prompt(trained, tmp_path):
     file, now = tmp_path / "out.jsonl", f"base.model={moved}"
     done = command_here("generate", "chat", "Why?", now, "--max-new-tokens", 3, "--output", file, cwd=trained[0])
     assert done.returncode == 0 and [row["prompt"] for row in read_jsonl(file)] == ["Why?"], done.stderr
+    (tmp_path / "my prompts.jsonl").write_text('{"prompt": "How?"}\n')  # with a space in its name
+    read = f"data.validation={tmp_path / 'my prompts.jsonl'}"
+    words = (now, "data.task=prompts", read, "--max-new-tokens", 3, "--output", file)
+    done = command_here("generate", "chat", *words, cwd=trained[0])
+    assert done.returncode == 0 and [row["prompt"] for row in read_jsonl(file)] == ["<s>How?</s><s>"], done.stderr
     said = command_here("export", "chat", tmp_path / "out", "base.model=/nowhere/at/all", cwd=trained[0]).stderr
     assert "base.model" in said and "there is no such folder" in said
-    said = command_here("chat", "chat", "ppo.temperature=0.5", cwd=trained[0]).stderr
-    assert "is a setting of training" in said
+    for word in ("ppo.temperature=0.5", "seed=7", "adapters[policy]={r: 4}"):
+        assert "is a setting of training" in command_here("chat", "chat", word, cwd=trained[0]).stderr
+    said = command_here("chat", "chat", "bas.model=/x", cwd=trained[0]).stderr
+    assert "bas — no such section. Did you mean base?" in said
 
 
 def test_the_best_of_one_is_sampled_and_scored(trained, tmp_path):

@@ -383,7 +383,7 @@ def test_of_responses_that_cannot_be_sampled_there_is_no_batch_to_look_at(tmp_pa
 
     monkeypatch.setattr("toolkit.sampling.sampler.inverse_cdf", drawn)
     with pytest.raises(
-        NotFiniteError, match=r"the 2 updates before, which were passed over\. +All up to update 3"
+        NotFiniteError, match=r"the 2 updates before, which were passed over\. All up to update 3"
     ) as told:
         ours.train()
     assert "The batch" not in str(told.value) and not (tmp_path / "not_finite.jsonl").exists()

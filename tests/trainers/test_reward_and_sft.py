@@ -447,7 +447,12 @@ def test_a_held_out_loss_that_is_no_number_is_left_out_by_transformers_setting(l
     args = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **settings)
     trainer = sft_trainer(args, doubling.tokenizer(), tiny_model("gpt2"), sequences(8), sequences(3), callbacks=[])
     losses = iter([2.0, math.nan, 5.0])
-    trainer.compute_loss = lambda *_, **__: (torch.tensor(next(losses)), SequenceClassifierOutput())
+
+    def loss(*_, return_outputs=False, **__):
+        found = torch.tensor(next(losses))
+        return (found, SequenceClassifierOutput()) if return_outputs else found
+
+    trainer.compute_loss = loss
     assert trainer.evaluate()["eval_loss"] == pytest.approx(3.5 if left_out else math.nan, nan_ok=True)
 
 

@@ -14,20 +14,22 @@ from toolkit.errors import RecipeError
 MaxNewTokens = Annotated[
     int | None, typer.Option(help="Most tokens of an answer; the recipe's response_length if not given.", min=1)
 ]
-_SETTING = re.compile(
-    r"(base\.model=.*)|(base|(sft_|reward_|q_)?data|scorer|judge|start|sft|reward|ppo|collect|q)(\.\w+)+=\S*"
-)
 _OF_USE = ("base", "value_model", "reward_model", "start", "data", "scorer", "judge")
+_OF_TRAINING = (
+    "sft", "reward", "ppo", "collect", "q", "sft_data", "reward_data", "q_data", "adapters", "reward_head",
+    "value_head", "seed",
+)  # fmt: skip
+_SETTING = re.compile(rf"({'|'.join(_OF_USE)})(\.\w+)+=.*|({'|'.join(_OF_TRAINING)})(\.\w+)+=\S*")
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**32 - 1)]
 
 
 def _of_use(overrides: list[str] | None) -> list[str]:
     """Keys for a command that does not train; an error where one is of training, and would have no effect."""
     for word in overrides or ():
-        key, _, value = word.partition("=")
-        if value and key.partition(".")[0] not in _OF_USE:
+        if re.split(r"[.=\[]", word, maxsplit=1)[0] in _OF_TRAINING:
             wrong = f'"{word}" is a setting of training, which is done.'
-            raise RecipeError(wrong, remedy="Options say how responses are made (--help), and --file takes any prompt.")
+            remedy = "Options say how responses are made (--help); as a prompt it can be in generate's --file."
+            raise RecipeError(wrong, remedy=remedy)
     return overrides or []
 
 

@@ -150,6 +150,10 @@ def _as_before_version_5(config: dict[str, Any]) -> dict[str, Any]:
     others = str(config.get("model_type")).startswith("gpt_neox")
     if others or not isinstance(rotary, dict) or not isinstance(rotary.get("rope_theta"), int | float):
         return {}
+    if rotary.get("rope_type") == "longrope" and config.get("model_type") == "phi3":  # whose reader takes no other key
+        factors = {name: rotary[name] for name in ("short_factor", "long_factor")}
+        named = {name: rotary[name] for name in ("rope_theta", "partial_rotary_factor") if name in rotary}
+        return {**named, "rope_scaling": {"type": "longrope", **factors}}
     scaling = {name: value for name, value in rotary.items() if name not in ("rope_theta", "partial_rotary_factor")}
     earlier = {name: rotary[name] for name in ("rope_theta", "partial_rotary_factor") if name in rotary}
     return earlier | ({} if scaling.get("rope_type", "default") == "default" else {"rope_scaling": scaling})

@@ -30,7 +30,7 @@ _TOKENIZER_FILES = (
     "special_tokens*.json",
 )
 _CONFIG = "tokenizer_config.json"
-_OF_OTHERS = ["*.model", "*.tiktoken", "tekken.json"]  # which transformers 5 reads, and writes none of
+_OF_OTHERS = ["*.model", "*.tiktoken", "tekken.json"]  # which transformers 5 reads, and as a rule does not write
 _ANY_TOKENIZER = "PreTrainedTokenizerFast"  # by the name that transformers 4 knows, too
 HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 _POINTER = b"version https://git-lfs"
@@ -57,35 +57,40 @@ def load_tokenizer(
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: Path, model: str, *, revision: str | None = None
 ) -> None:
-    """Write a checkpoint's tokenizer into a folder, for tools that do not have transformers 5 as well.
+    """Write a checkpoint's tokenizer into a folder, for tools without transformers 5 as well.
 
-    That writes no tokenizer.model, without which llama.cpp converts no Gemma, and names that transformers 4 refuses.
+    transformers 5 by itself writes no tokenizer.model, without which llama.cpp converts no Gemma. It also writes names
+    that transformers 4 refuses, and leaves out whether a text begins and ends with special tokens.
     """
     tokenizer.save_pretrained(folder)
     config = read_object(folder / _CONFIG) or {}
-    write_whole(folder / _CONFIG, _as_json(_as_before_version_5(config)))
+    write_whole(folder / _CONFIG, _as_json(_as_before_version_5(config, tokenizer)))
     if not _reads_alike(folder, tokenizer):
         write_whole(folder / _CONFIG, _as_json(config))
     source = Path(model).expanduser()
-    try:
-        if not source.is_dir():
+    if not source.is_dir():
+        try:
             source = Path(snapshot_download(model, revision=revision, allow_patterns=_OF_OTHERS))
-        for path in (path for pattern in _OF_OTHERS for path in source.glob(pattern)):
-            if path.is_file() and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
-    except Exception as error:  # of httpx and huggingface_hub, without a common root
-        reason = " ".join(str(error).split())
-        wrong = f'{" and ".join(_OF_OTHERS)} of "{model}" cannot be had, if there are any ({reason}).'
-        warnings.warn(f"{wrong} Some tools, as llama.cpp for Gemma, need them beside the export.", stacklevel=2)
+        except Exception as error:  # of httpx and huggingface_hub, without a common root
+            reason = " ".join(str(error).split())
+            wrong = f'{", ".join(_OF_OTHERS)} of "{model}" cannot be had, if there are such ({reason}).'
+            warnings.warn(f"{wrong} Copy them to {folder}: llama.cpp needs them for Gemma.", stacklevel=2)
+            return
+    for path in (path for pattern in _OF_OTHERS for path in source.glob(pattern)):
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _as_json(config: Mapping[str, Any]) -> str:
     return json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
 
 
-def _as_before_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer's configuration with names that transformers 4 knows: of the class, and of a list of tokens."""
-    known = dict(config)
+def _as_before_version_5(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A tokenizer's configuration with names that transformers 4 knows: of the class, of a list of tokens, and of the
+    special tokens around a text, which its class for Llama adds where nothing is said."""
+    ids = tokenizer("a").input_ids
+    ends = {"add_bos_token": ids[0] == tokenizer.bos_token_id, "add_eos_token": ids[-1] == tokenizer.eos_token_id}
+    known = {**config, **ends}
     if known.get("tokenizer_class") == "TokenizersBackend":
         known["tokenizer_class"] = _ANY_TOKENIZER
     if isinstance(known.get("extra_special_tokens"), list):
@@ -97,7 +102,7 @@ def _reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether what stands in a folder gives the same ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
-        read = AutoTokenizer.from_pretrained(folder)
+        read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception:  # of one with code of its own, or whatever the names come to
         return False
     if backend is None or getattr(read, "backend_tokenizer", None) is None:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from toolkit import models
 from toolkit.costs import pack, weight_bytes_of
 from toolkit.data.chat_template import render
-from toolkit.errors import Problem
+from toolkit.errors import Problem, ToolkitError
 from toolkit.models import (
     META,
     SharedBase,
@@ -196,7 +196,7 @@ class RolesCheck:
             return
         try:
             template = template_in(Path(source.folder).expanduser())
-        except ValueError:  # which is for no message, and is not read by anything here
+        except (OSError, ValueError, ToolkitError):  # nothing but this note would read it
             return
         ours = self.tokenizer.chat_template
         ours = ours.get("default") if isinstance(ours, dict) else ours

@@ -23,7 +23,7 @@ from toolkit.portion import Portion
 Rows: TypeAlias = Dataset | Sequence[dict[str, Any]]
 """Prompts: rows with `input_ids`, and the columns that a reward or a metric needs."""
 _Row: TypeAlias = tuple[list[int], list[float]]
-"""Tokens, and the log-probabilities that they were drawn with; the latter empty where they were not drawn."""
+"""Tokens, and the log-probabilities that they were drawn with: 0 in greedy decoding, NaN of logits without a number."""
 
 
 def all_at_once() -> Portion:
@@ -206,7 +206,7 @@ class _Drawn(RowProcessor):
 
     def __init__(self, rows: int, length: int, device: torch.device):
         self.rows = torch.arange(rows, device=device)  # that go on
-        self.probabilities, self.drawn = torch.ones(rows, length, device=device), 0
+        self.probabilities, self.drawn = torch.ones(rows, length, dtype=torch.float32, device=device), 0
 
     def keep(self, rows: Tensor) -> None:
         self.rows = self.rows[rows]

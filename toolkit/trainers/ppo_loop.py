@@ -244,7 +244,7 @@ class PPOLoop(SharedBaseTrainer):
         folder = Path(self.args.output_dir)
         saved = where_broken(folder, rollout=self._in_scoring, tensors=self._in_hand)
         before = f"So were those of the {MOST_IN_A_ROW - 1} updates before, which were passed over."
-        error.add_remedy(f"{before} {saved}")
+        error.add_remedy(f"{before} {saved}".strip())
         return True
 
     def _without_update(self) -> dict[str, float]:
