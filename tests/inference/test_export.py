@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_runs import byte_tokenizer, command_here, save_llama
+from toolkit.data import doubling
 from toolkit.errors import AdapterError, ModelError, ToolkitError
 from toolkit.inference import export as exporting
 from toolkit.inference.export import export_adapter, export_merged
@@ -151,6 +152,14 @@ def test_what_stands_around_a_text_is_written(added, tmp_path):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (config["add_bos_token"], config["add_eos_token"]) == added
     assert AutoTokenizer.from_pretrained(tmp_path)("Hi").input_ids == tokenizer("Hi").input_ids
+
+
+def test_a_tokenizer_of_few_letters_is_exported(tmp_path):
+    """And none of those is asked of it that it does not know."""
+    tokenizer = doubling.tokenizer()
+    save_tokenizer(tokenizer, tmp_path, str(tmp_path))
+    text = doubling.question(5487, "小写")
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
 
 
 def test_a_name_that_would_give_another_tokenizer_is_not_written(trained, tmp_path, monkeypatch):

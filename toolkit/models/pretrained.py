@@ -88,9 +88,9 @@ def _as_json(config: Mapping[str, Any]) -> str:
 def _as_before_version_5(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """A tokenizer's configuration with names that transformers 4 knows: of the class, of a list of tokens, and of the
     special tokens around a text, which its class for Llama adds where nothing is said."""
-    ids = tokenizer("a").input_ids
-    ends = {"add_bos_token": ids[0] == tokenizer.bos_token_id, "add_eos_token": ids[-1] == tokenizer.eos_token_id}
-    known = {**config, **ends}
+    ids = tokenizer("").input_ids  # a letter may be none of a vocabulary
+    begins = ids[:1] == [tokenizer.bos_token_id]
+    known = {**config, "add_bos_token": begins, "add_eos_token": ids[begins:][-1:] == [tokenizer.eos_token_id]}
     if known.get("tokenizer_class") == "TokenizersBackend":
         known["tokenizer_class"] = _ANY_TOKENIZER
     if isinstance(known.get("extra_special_tokens"), list):
