@@ -154,6 +154,15 @@ def test_what_stands_around_a_text_is_written(added, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path)("Hi").input_ids == tokenizer("Hi").input_ids
 
 
+def test_no_question_is_asked_about_code_of_a_tokenizer_s_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked"))
+    tokenizer = byte_tokenizer()
+    tokenizer.__class__ = type("OwnTokenizer", (type(tokenizer),), {})
+    tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
+    save_tokenizer(tokenizer, tmp_path, str(tmp_path))
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["auto_map"]
+
+
 def test_a_tokenizer_of_few_letters_is_exported(tmp_path):
     """And none of those is asked of it that it does not know."""
     tokenizer = doubling.tokenizer()

@@ -620,8 +620,9 @@ def test_the_first_sum_is_before_the_work_and_as_large_as_one_of_gradients(two, 
 
 
 def own_metric(folder):
-    ours = trainer(Path(folder) / str(processes.rank()))
-    ours.metrics = lambda rollout: {"mine": processes.rank() + float(score_with(ours.reward, rollout).mean())}
+    number = processes.rank()
+    ours = trainer(Path(folder) / str(number))
+    ours.metrics = lambda rollout: {"mine": number + float(score_with(ours.reward, rollout).mean())}
     found = ours.evaluate()
     return found["eval_mine"], found["eval_score"]
 
