@@ -37,7 +37,7 @@ class Graph:
 class _Recording(TorchDispatchMode):
     """In place of `torch.cuda.graph`."""
 
-    def __init__(self, graph: Graph, capture_error_mode: str):
+    def __init__(self, graph: Graph, *, stream: None = None, capture_error_mode: str):
         super().__init__()
         self.graph = graph
 
@@ -84,6 +84,7 @@ def graphs_without_a_card() -> Iterator[list[Graph]]:
         made.append(Graph())
         return made[-1]
 
-    fakes = {"CUDAGraph": graph, "graph": _Recording, "current_stream": lambda device: None}  # None is no stream at all
+    no_stream = dict.fromkeys(("Stream", "current_stream"), lambda device: None)
+    fakes = {"CUDAGraph": graph, "graph": _Recording, **no_stream}
     with mock.patch.multiple(torch.cuda, **fakes):
         yield made

@@ -163,7 +163,7 @@ def _asked(living: Tensor) -> Callable[[], int]:
     number = living.sum().to("cpu", non_blocking=True)
     if not living.is_cuda:
         return partial(int, number)
-    (answered := torch.cuda.Event()).record()
+    (answered := torch.cuda.Event()).record(torch.cuda.current_stream(living.device))
 
     def waited_for() -> int:
         answered.synchronize()

@@ -1,6 +1,6 @@
 """The base that all roles share: a frozen causal language model that gives hidden states and samples responses."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from toolkit.errors import ModelError
 from toolkit.models.attention import without_cudnn_attention
 from toolkit.models.base_checks import check_base
 from toolkit.models.caches import CACHE
-from toolkit.models.copies import copied, have_room, unpackable
+from toolkit.models.copies import base_of, copied, forwards, have_room, unpackable
 from toolkit.models.decoding import decode
 from toolkit.models.freed_memory import keep_freed_memory
 from toolkit.models.fused_lora import Fused, Kept
@@ -169,9 +169,14 @@ class FrozenLM(nn.Module):
             for group in self._fused:
                 group.kept = None
 
-    def to_unpack(self, *, merged: bool, on_cpu: bool, besides: Collection[nn.Module] = ()) -> list[Any]:
+    def _merged_forwards(self, *, asked: bool, on_cpu: bool) -> list[tuple[Any, Any]]:
+        """Layers that an adapter is merged into inside `unpacked`, each with what makes its pass."""
+        return []
+
+    def to_unpack(self, *, merged: bool, on_cpu: bool) -> list[Any]:
         """The layers that hold their weights a second time inside `unpacked`: all on a CPU that has room for all of
-        them, elsewhere where asked for; but not those `besides`."""
+        them, elsewhere where asked for; but not those into whose copy an adapter is merged."""
+        besides = {base_of(layer) for layer, _ in self._merged_forwards(asked=merged, on_cpu=on_cpu)}
         layers = unpackable(self.causal_lm, besides=besides, on_cpu=on_cpu) if on_cpu or merged else []
         return layers if merged or have_room(layers) else []
 
@@ -186,14 +191,15 @@ class FrozenLM(nn.Module):
         for a few rows; for more it unpacks each weight at each token.)
 
         Args:
-            merged: whether they are held in any case.
+            merged: whether they are held in any case, and the policy's adapter is merged into its layers' where it can.
             on_cpu: whether it is for a CPU, where that is not where the base is.
             layers: those of `to_unpack`, where they are known.
         """
         on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
-        layers = self.to_unpack(merged=merged, on_cpu=on_cpu) if layers is None else layers
-        with copied(layers, self._fused if on_cpu else ()):
-            yield
+        with forwards(self._merged_forwards(asked=merged, on_cpu=on_cpu)):
+            layers = self.to_unpack(merged=merged, on_cpu=on_cpu) if layers is None else layers  # by what room is left
+            with copied(layers, self._fused if on_cpu else ()):
+                yield
 
     @contextmanager
     def in_eval_mode(self) -> Iterator[None]:
@@ -203,7 +209,8 @@ class FrozenLM(nn.Module):
         try:
             yield
         finally:
-            self.train(was_training)
+            if was_training:
+                self.train()
 
 
 def _is_token(token: Any, rows: int) -> bool:

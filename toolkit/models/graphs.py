@@ -150,7 +150,8 @@ class RecordedPass:
         stream = torch.cuda.current_stream(self._place.device)  # a recording that fails would not come back to it
         try:
             # What other threads do meanwhile, as those of a tracker, has no part in it.
-            with torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            on = torch.cuda.Stream(self._place.device)  # torch's own is of the card that the first recording was on
+            with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=on, capture_error_mode="thread_local"):
                 self._passed = self.model(**self._given, return_dict=True)
         except RuntimeError as error:  # a recording that fails raises again at its end
             if "out of memory" not in (reason := _reason(error.__context__ or error)):

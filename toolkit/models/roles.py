@@ -1,7 +1,7 @@
 """One base model and the roles on it. Which role is active is switched here alone."""
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -343,23 +343,6 @@ class SharedBase(FrozenLM):
         self._active_adapter = None if self.active_role is None else self._adapter_of[self.active_role]
         activate(self.model, self._layers, self._active_adapter)
 
-    def to_unpack(self, *, merged: bool, on_cpu: bool, besides: Collection[nn.Module] = ()) -> list[Any]:
-        apart = {*besides, *map(base_of, self._merged_now(asked=merged, on_cpu=on_cpu))}
-        return super().to_unpack(merged=merged, on_cpu=on_cpu, besides=apart)
-
-    @contextmanager
-    def unpacked(
-        self, *, merged: bool = False, on_cpu: bool | None = None, layers: list[Any] | None = None
-    ) -> Iterator[None]:
-        """As `FrozenLM.unpacked`; and the policy's adapter is merged into the copy of its layers' weights, where asked
-        for, or where the base computes in float32 on a CPU. Its factors would else be multiplied with for each token.
-        """
-        on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
-        merging = self._merged_now(asked=merged, on_cpu=on_cpu)
-        made = ((layer, partial(merged_forward, layer, "policy")) for layer in merging)
-        with forwards(made), super().unpacked(merged=merged, on_cpu=on_cpu, layers=layers):
-            yield
-
     @contextmanager
     def unpacked_for_gradients(self, *, on_cpu: bool | None = None) -> Iterator[None]:
         """Layers with adapters hold 4-bit weights unpacked inside, on a CPU that has room for them, where each pass
@@ -375,8 +358,11 @@ class SharedBase(FrozenLM):
         with unpacked_weights(layers), forwards((layer, partial(laid_out_forward, layer)) for layer in laid_out):
             yield
 
-    def _merged_now(self, *, asked: bool, on_cpu: bool) -> list[Any]:
-        return self._to_merge(asked=asked, on_cpu=on_cpu) if self.active_role == "policy" else []
+    def _merged_forwards(self, *, asked: bool, on_cpu: bool) -> list[tuple[Any, Any]]:
+        """The policy's adapter is merged where asked for, or where the base computes in float32 on a CPU. Its factors
+        would else be multiplied with for each token."""
+        layers = self._to_merge(asked=asked, on_cpu=on_cpu) if self.active_role == "policy" else []
+        return [(layer, partial(merged_forward, layer, "policy")) for layer in layers]
 
     def _to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
         layers = (layer for group in self._fused for layer in group.layers)

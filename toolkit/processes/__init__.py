@@ -1,11 +1,10 @@
 """Several processes that do one run: how they find each other, which rows are whose, and what they tell each other.
 
 Libraries see one process: with their own division of rows and wrappers of modules, adapters that are switched would not
-work. `launcher.py` reads what a launcher has said, `addresses.py` finds how machines reach each other, `group.py` joins
-and leaves, `exchange.py` is what joined processes do.
+work. `launcher.py` reads what a launcher has said, `group.py` finds the others, joins and leaves, `exchange.py` is what
+joined processes do.
 """
 
-from toolkit.processes.addresses import free_port
 from toolkit.processes.exchange import (
     agreed,
     alone,
@@ -20,26 +19,5 @@ from toolkit.processes.exchange import (
     rank,
     sum_,
 )
-from toolkit.processes.group import environment, join, leave
+from toolkit.processes.group import environment, free_port, join, leave
 from toolkit.processes.launcher import launched, take_card
-
-__all__ = [
-    "agreed",
-    "alone",
-    "by_main",
-    "count",
-    "count_here",
-    "environment",
-    "first",
-    "free_port",
-    "gather",
-    "is_main",
-    "join",
-    "launched",
-    "leave",
-    "own",
-    "owner",
-    "rank",
-    "sum_",
-    "take_card",
-]

@@ -1,14 +1,16 @@
 """How processes that were started find one another, and what they give those that they start themselves."""
 
+import ipaddress
 import logging
 import os
+import socket
 from contextlib import suppress
 from datetime import timedelta
 
+import psutil
 from torch import distributed as dist
 
 from toolkit.errors import ToolkitError
-from toolkit.processes.addresses import INTERFACE, free_port, name_interface
 from toolkit.processes.exchange import by_main, count, gather, is_main, of_cards
 from toolkit.processes.launcher import (
     as_launched,
@@ -19,6 +21,7 @@ from toolkit.processes.launcher import (
     take_from_environment,
 )
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
 _MEETS_IN = "TOOLKIT_MEETS_IN"  # seconds, of processes that are started together
 TIMEOUT = timedelta(hours=12)
 """How long a process waits for another: a rollout, or a reward's server, may take long; one that dies ends the others
@@ -120,3 +123,47 @@ def environment() -> dict[str, str]:
         return dict(os.environ)
     port = str(by_main(free_port))
     return as_launched() | {"MASTER_PORT": port, _MEETS_IN: str(TOGETHER)}
+
+
+def name_interface(store: dist.Store, rank: int, number: int) -> None:
+    """Say to gloo at which interface processes of other machines reach this one, where it would not see it: it takes
+    the address of the machine's name, which Debian and others have at 127.0.1.1."""
+    own = _address_towards(os.environ.get("MASTER_ADDR", ""))
+    store.set(f"address {rank}", own)
+    others = [store.get(f"address {i}").decode() for i in range(number)]
+    if not own:  # the first machine, which knows itself by its name
+        own = next(filter(None, map(_address_towards, filter(None, others))), "")
+    of_interface = {
+        address.address.partition("%")[0]: interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+    }
+    taken = next((one for one in _addresses(socket.gethostname()) if one in of_interface), "127.0.1.1")
+    if ipaddress.ip_address(taken).is_loopback and own in of_interface:
+        os.environ.setdefault(INTERFACE, of_interface[own])
+
+
+def _addresses(host: str) -> list[str]:
+    """Those that a name stands for; none where that is not known."""
+    with suppress(OSError, UnicodeError):
+        return [str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)]
+    return []
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to another one; "" for itself, or where there is no way. Nothing is sent."""
+    for address in _addresses(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect((address, 9))
+            own = str(way.getsockname()[0]).partition("%")[0]
+            if not ipaddress.ip_address(own).is_loopback:
+                return own
+    return ""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])

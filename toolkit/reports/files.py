@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.metadata import version
 from itertools import compress, islice
 from pathlib import Path
@@ -192,7 +193,10 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide a run."""
     ours = {"python": platform.python_version(), "ppo-lora-toolkit": __version__}
-    return ours | {name: version(name) for name in _PACKAGES}
+    return ours | {name: _version(name) for name in _PACKAGES}
+
+
+_version = cache(version)  # which reads and parses a file each time
 
 
 def _high_water() -> int | None:

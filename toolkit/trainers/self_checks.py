@@ -6,13 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from toolkit import processes
@@ -112,7 +106,12 @@ def check_rollout_uses_policy(
 
     def generated() -> tuple[Tensor, Tensor]:
         """Prompt and tokens, int64 (rows, L), and what each token of a row was taken from, float32 (T, V)."""
-        seen = _Seen()
+        seen = list[Tensor]()
+
+        def see(_: Tensor, scores: Tensor) -> Tensor:
+            seen.append(scores)
+            return scores
+
         with base.role("policy"), autocast():
             new = base.generate(
                 ids,
@@ -120,9 +119,9 @@ def check_rollout_uses_policy(
                 config,
                 merged=merged,
                 graphs=graphs,
-                logits_processor=LogitsProcessorList([seen]),
+                logits_processor=LogitsProcessorList([see]),
             )
-        return torch.cat([ids, new], dim=1), torch.stack([scores[0] for scores in seen.scores])
+        return torch.cat([ids, new], dim=1), torch.stack([scores[0] for scores in seen])
 
     _, before = generated()
     noise = torch.Generator().manual_seed(0)
@@ -187,17 +186,6 @@ def check_room_to_merge(base: SharedBase) -> None:
     if needed > free:
         wrong = f"merged needs {needed / 1e9:.3g} GB for a copy of the weights{each}, and {free / 1e9:.3g} GB are free."
         raise ConfigError(wrong, field="generation", remedy="Take eager, or a smaller base.")
-
-
-class _Seen(LogitsProcessor):
-    """What each token is drawn from, float32 (B, V)."""
-
-    def __init__(self) -> None:
-        self.scores = list[Tensor]()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.scores.append(scores)
-        return scores
 
 
 def check_in_optimizer(base: SharedBase, optimizer: torch.optim.Optimizer) -> None:
