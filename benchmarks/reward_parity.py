@@ -6,7 +6,7 @@
 Each arm of each seed is trained on the same pairs in the same order, in a process of its own, and then judges the same
 held-out pairs. The result goes to `benchmarks/results/<date>_reward.json` after every arm, or to the file that
 `--output` names; a file that is there already is gone on with, so that arms which are done are not run again. Without
-`--output` the table of `docs/reward_stage.md` is written anew in the end.
+`--output` the table of `docs/comparisons.md` is written anew in the end.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What stands between the markers of `docs/reward_stage.md`."""
+    """What stands between the markers of `docs/comparisons.md`."""
     settings, arms = result["settings"], sorted(result["arms"], key=lambda arm: (arm["seed"], arm["arm"]))
     about = (
         f"{where(result)} Model: {result['model']['architecture']} of {result['model']['parameters'] / 1e6:.1f} "
@@ -188,7 +188,7 @@ def main() -> int:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
     if args.output is None:
-        fill_file(DOCS / "reward_stage.md", "reward: made by benchmarks.reward_parity", "end of reward", table(result))
+        fill_file(DOCS / "comparisons.md", "reward: made by benchmarks.reward_parity", "end of reward", table(result))
     for found in result["comparisons"]:
         print(verdict(found))
     progress.print(f"result: {output}", highlight=False, soft_wrap=True)

@@ -32,7 +32,7 @@ def test_a_page_has_the_tables_of_the_committed_results(module, show, kind, monk
     [
         ("fooled_rewards", "signs", signs, signs.tables),
         ("benchmarks", "breakdown", breakdown, breakdown.table),
-        ("reward_stage", "reward", reward_parity, reward_parity.table),
+        ("comparisons", "reward", reward_parity, reward_parity.table),
     ],
 )
 def test_so_it_is_of_pages_without_figures(page, marker, module, table):
