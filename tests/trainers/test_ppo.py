@@ -466,6 +466,14 @@ def test_the_critic_has_an_optimizer_of_its_own(tmp_path):
         trainer(tmp_path, optim="sgd", value_adam_beta1=0.5).create_optimizer()
 
 
+def test_a_critic_can_be_trained_before_its_policy(tmp_path):
+    ours = trainer(tmp_path, learning_rate=0.0, value_learning_rate=1e-3, max_steps=1)
+    before = {role: [p.detach().clone() for p in ours.roles.parameters_of(role)] for role in ("policy", "value")}
+    ours.train()
+    same = {role: all(map(torch.equal, was, ours.roles.parameters_of(role))) for role, was in before.items()}
+    assert same == {"policy": True, "value": False}
+
+
 def test_the_policys_weights_decay_as_the_setting_says(tmp_path):
     groups = trainer(tmp_path, weight_decay=0.3, value_weight_decay=0.1).create_optimizer().param_groups
     assert {g["role"]: g["weight_decay"] for g in groups if g["weight_decay"]} == {"policy": 0.3, "value": 0.1}
@@ -498,6 +506,19 @@ def test_a_score_of_ones_own_may_be_all_that_step_takes(tmp_path):
         ours.scores_of = lambda responses, kind=kind: kind([float(n) for n in range(len(responses))])
         found.append(ours.train()["score"])
     assert found == pytest.approx([1.5, 1.5, 1.5])
+
+
+def test_advantages_of_ones_own_are_what_a_policy_learns_from(tmp_path):
+    class Flat(PPOTrainer):
+        def _make_experience(self, rollout, scores):
+            made = super()._make_experience(rollout, scores)
+            return made._replace(advantages=torch.zeros_like(made.advantages))
+
+    ours = trainer(tmp_path, shared_base(fresh=True), max_steps=1)
+    ours.__class__ = Flat
+    before = [p.detach().clone() for p in ours.roles.parameters_of("policy")]
+    ours.step({}, rollout(RESPONSES), SCORES)
+    assert all(map(torch.equal, before, ours.roles.parameters_of("policy")))
 
 
 def test_adapters_are_converted_once_for_each_reading_and_optimizer_step(tmp_path, monkeypatch):
