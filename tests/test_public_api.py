@@ -19,9 +19,9 @@ def test_recipes():
     for stage in ("sft", "reward", "q"):
         found = parameters(getattr(recipes.Recipe, f"{stage}_trainer"))
         assert found == ["self", "callbacks", "resume", "overwrite", "from_run"]
-    given = ["reward", "judge", "train_dataset", "eval_dataset", "callbacks", "resume", "overwrite", "from_run"]
-    assert parameters(recipes.Recipe.ppo_trainer) == ["self", *given]
-    assert parameters(recipes.Recipe.run_stage) == ["self", "stage", *given]
+    given, way = ["reward", "judge", "train_dataset", "eval_dataset"], ["callbacks", "resume", "overwrite", "from_run"]
+    assert parameters(recipes.Recipe.ppo_trainer) == ["self", *given, "trainer_class", *way]
+    assert parameters(recipes.Recipe.run_stage) == ["self", "stage", *given, *way]
     assert parameters(recipes.check) == parameters(recipes.show) == ["recipe"]
     assert parameters(recipes.plan)[:2] == ["recipe", "gpu"]
 
@@ -67,8 +67,9 @@ def test_what_a_trainer_is_asked_for_is_handed_on(monkeypatch):
     recipe, way = recipes.load("doubling"), {"callbacks": [1], "resume": True, "overwrite": True, "from_run": "x"}
     for stage in ("sft", "reward", "q"):
         getattr(recipe, f"{stage}_trainer")(**way)
-    recipe.ppo_trainer(train_dataset=["a"], **way)
+    recipe.ppo_trainer(train_dataset=["a"], trainer_class=dict, **way)
     given = {"reward": None, "judge": None, "train_dataset": ["a"], "eval_dataset": None}
-    assert told == [*((stage, way) for stage in ("sft", "reward", "q")), ("ppo", {**way, "given": given})]
+    of_trainer = {**way, "given": {**given, "trainer_class": dict}}
+    assert told == [*((stage, way) for stage in ("sft", "reward", "q")), ("ppo", of_trainer)]
     monkeypatch.setattr("toolkit.runs.stages.run", lambda _, stage, **way: (stage, way))
-    assert recipe.run_stage("ppo", train_dataset=["a"], **way) == told[-1]
+    assert recipe.run_stage("ppo", train_dataset=["a"], **way) == ("ppo", {**way, "given": given})

@@ -67,6 +67,7 @@ class Recipe(WhatItSays):
         judge: Reward | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        trainer_class: type[Trainer] | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         resume: bool = False,
         overwrite: bool = False,
@@ -82,6 +83,8 @@ class Recipe(WhatItSays):
                 file of prompts, or a `datasets.Dataset` with `input_ids`.
             eval_dataset: held-out prompts, in place of the section's, likewise. Those of the section may lack columns
                 that a reward of `train_dataset` reads.
+            trainer_class: a subclass of `toolkit.trainers.ppo.PPOTrainer`, for advantages or a loss of your own. A
+                stage that a command goes on with has the toolkit's.
             callbacks: of transformers, beside those that show and record the run.
             resume: keep the checkpoints of an earlier try in the run folder, for
                 `trainer.train(resume_from_checkpoint=True)`.
@@ -96,8 +99,12 @@ class Recipe(WhatItSays):
         if eval_dataset is not None and by_trl(self.values):
             wrong = "trl is TRL's own loop, which evaluates nothing, so that eval_dataset has no effect."
             raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit, or run_stage, which measures it itself.")
+        if trainer_class is not None and by_trl(self.values):
+            wrong = "trl is TRL's own loop, so that trainer_class has no effect."
+            raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit.")
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
         given = {"reward": reward, "judge": judge, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        given["trainer_class"] = trainer_class
         return stages.prepared(self._scored_by(scorer=reward, judge=judge), "ppo", given=given, **way)
 
     def run_stage(

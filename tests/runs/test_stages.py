@@ -29,6 +29,7 @@ from toolkit.runs.lock import owner_of
 from toolkit.runs.report_on_the_way import ReportAtEvaluations
 from toolkit.runs.said import say_shares
 from toolkit.sampling import SIGNS
+from toolkit.trainers.ppo import PPOTrainer
 
 SMALL_DOUBLING = (
     "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8", "ppo.eval_steps=1",
@@ -293,6 +294,8 @@ def test_held_out_prompts_are_nothing_to_the_loop_of_trl(tmp_path):
     with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, which evaluates nothing"):
         changes = "ppo.loop=trl", "ppo.eval_strategy='no'", "ppo.load_best_model_at_end=false"
         recipes.load("doubling", *changes, runs_dir=tmp_path).ppo_trainer(eval_dataset=["S小写:5487x2="])
+    with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, so that trainer_class has no effect"):
+        recipes.load("doubling", *changes, runs_dir=tmp_path).ppo_trainer(trainer_class=PPOTrainer)
 
 
 SIZES = {"train": 4, "held out": 3}
@@ -317,8 +320,9 @@ def test_what_is_handed_over_is_taken_as_it_is_now(tmp_path, checkpoint, capsys)
     assert "sft_data: train: 4 demonstrations; 1 left out: 1 × an empty prompt" in capsys.readouterr().out
     write_jsonl(path, [{"prompt": f"Why {i}?", "completion": "So."} for i in range(5)])
     assert len(recipe.sft_trainer(overwrite=True).train_dataset) == 5
-    reward = Remembering()
-    assert chat_recipe(tmp_path, checkpoint, reward=None).ppo_trainer(reward=reward).reward is reward
+    reward, mine = Remembering(), type("Mine", (PPOTrainer,), {})
+    trainer = chat_recipe(tmp_path, checkpoint, reward=None).ppo_trainer(reward=reward, trainer_class=mine)
+    assert trainer.reward is reward and type(trainer) is mine
 
 
 def test_no_room_to_merge_is_an_error_of_its_section_before_anything_is_sampled(tmp_path, checkpoint, monkeypatch):

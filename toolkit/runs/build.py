@@ -266,6 +266,7 @@ def make_ppo_trainer(
     *,
     reward: Reward | None = None,
     judge: Reward | None = None,
+    trainer_class: type[PPOTrainer] = PPOTrainer,
     callbacks: Callbacks = (),
 ) -> Any:
     """The ppo stage, by our loop or by TRL's own; a reward and a judge that are given come before the recipe's."""
@@ -282,7 +283,7 @@ def make_ppo_trainer(
     named |= measures(recipe, roles, pad_tokens, config.local_rollout_forward_batch_size, reward=reward, judge=judge)
     held_out = stage_dataset(recipe, "ppo", "prompts", "validation")
     with within("ppo"):
-        return PPOTrainer(config, recipe.tokenizer, roles, named.pop("reward"), prompts, held_out, **named)
+        return trainer_class(config, recipe.tokenizer, roles, named.pop("reward"), prompts, held_out, **named)
 
 
 def make_rollouts(recipe: Recipe, roles: SharedBase, stage: str = "ppo") -> Any:

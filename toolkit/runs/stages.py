@@ -162,7 +162,8 @@ def prepared(
 ) -> Any:
     """The stage's trainer, after its prerequisites: for notebooks. As long as it is there, nobody else may train.
 
-    `given` comes before what the recipe says: `reward`, `judge`, `train_dataset` and `eval_dataset` of ppo.
+    `given` comes before what the recipe says: `reward`, `judge`, `train_dataset` and `eval_dataset` of ppo, and its
+    `trainer_class`.
     """
     recipe = replace(recipe)  # its rows are read anew: a file may have been mended since an earlier trainer
     with writers.earlier_comes_back(recipe, stage), _kept_whole(recipe, stage, **way):
