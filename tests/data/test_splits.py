@@ -320,6 +320,22 @@ def test_which_folders_are_read_so(tmp_path, monkeypatch):
     assert texts(moved, split="validation") == ["c"]
 
 
+def test_files_that_datasets_passes_over_are_told_of(tmp_path, caplog):
+    for name in ("mine/train/a.jsonl", "mine/train/b.jsonl", "two/data/train.jsonl", "two/data/extra.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        file(tmp_path / name, '{"prompt": "a"}\n')
+    file(tmp_path / "mine" / "train" / "c.csv", "prompt\nb\n")
+    file(tmp_path / "two" / "data" / ".hidden.jsonl", "{}")
+    for folder, unread, rows in (("mine", "train/c.csv", 2), ("two", "data/extra.jsonl", 1)):
+        caplog.clear()
+        assert len(read(tmp_path / folder)) == rows
+        assert f"{tmp_path / folder}: {unread} is not read: datasets passes over" in caplog.text
+    caplog.clear()
+    (tmp_path / "two" / ".cache" / "huggingface").mkdir(parents=True)  # as its author means it
+    assert len(read(tmp_path / "two")) == 1 and "not read" not in caplog.text
+    assert len(read(in_folders(tmp_path / "x"), subset="helpful-base")) == 1 and "not read" not in caplog.text
+
+
 def test_a_damaged_folder_of_save_to_disk_is_still_one(tmp_path):
     folder = tmp_path / "x"
     saved(folder, "train")

@@ -12,11 +12,11 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
-from toolkit import hub
+from toolkit import hub, phases
 from toolkit.data.files import READERS, Row, listed, numbered, reason, shown
 from toolkit.errors import DataError, within
 
@@ -61,7 +61,10 @@ def read_rows(
             yield from _read_folder(path, split, own_split)
         elif mode is not None and S_ISDIR(mode):
             for part in parts:
-                yield from _rows_of(_from_folder(path, part, name), str(path), part, split, own_split)
+                data = _from_folder(path, part, name)
+                if name is None and field == split:
+                    _tell_unread(path, part)
+                yield from _rows_of(data, str(path), part, split, own_split)
         elif path.suffix.lower() in READERS:
             if mode is None:
                 wrong = f"{shown(str(path))}: there is no such file."
@@ -240,6 +243,25 @@ def _from_folder(path: Path, subset: str | None, name: str | None) -> DatasetDic
         if remedy := _without_settings(subset, name):
             refused.add_remedy(remedy)
         raise refused from error
+
+
+def _tell_unread(path: Path, subset: str | None) -> None:
+    """Tells of files in a folder that datasets passes over: those of another kind than most of a split, and beside
+    names of splits those without one. What `hf download` wrote is as its author means it."""
+    if (path / ".cache" / "huggingface").is_dir():
+        return
+    whole = os.path.abspath(path)
+    of_splits = (load_dataset_builder(whole, data_dir=subset).config.data_files or {}).values()
+    read = {Path(name) for names in of_splits for name in names}
+    below = Path(whole, subset or "").rglob("*")
+    files = {
+        entry for entry in below if not any(part.startswith((".", "__")) for part in entry.relative_to(whole).parts)
+    }
+    if unread := _files_in(sorted(str(entry.relative_to(whole)) for entry in files - read)):
+        one = len(unread) == 1
+        told = f"{path}: {listed(unread)} {'is' if one else 'are'} not read: datasets passes over files of another kind"
+        told += ", and those without the name of a split beside others that have one."
+        phases.tell(f"{told} If {'it has' if one else 'they have'} rows of yours, name the files one by one.")
 
 
 def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
