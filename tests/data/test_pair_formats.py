@@ -56,6 +56,8 @@ def write(path, rows):
 @pytest.mark.parametrize("row", SAME_PAIR)
 def test_conversational_forms(row):
     assert read_pair("x", row) == Pair(ASKED, "Paris.", "Rome.")
+    if "prompt" not in row:  # as a table has it that holds other rows with one
+        assert read_pair("x", {**row, "prompt": None}) == Pair(ASKED, "Paris.", "Rome.")
     assert read_pair("x", {**row, "margin": 2}).margin == 2.0
     assert read_pair("x", {**row, "margin": "0.5"}).margin == 0.5  # of CSV, which has no other numbers
     assert read_pair("x", {**row, "margin": ""}).margin is None
@@ -94,6 +96,13 @@ def test_forms_of_text():
     assert read_pair("x", implicit) == Pair("It is 1 + 1 =", " 22 ok", " 23 ok")
     longer = {"chosen": "a b c", "rejected": "a b"}
     assert read_pair("x", longer) == Pair("a", " b c", " b")
+    # A rendered prompt keeps the line breaks that it ends with, which are one token; a space is of the word behind it.
+    for space, before in (("\n\n", "\n\n"), ("\r\n", "\r\n"), ("\n ", "\n"), (" \n", " \n"), ("\n\t", "\n")):
+        rendered = {"chosen": f"assistant<|end|>{space}Paris.", "rejected": f"assistant<|end|>{space}Rome."}
+        after = space.removeprefix(before)
+        assert read_pair("x", rendered) == Pair(f"assistant<|end|>{before}", f"{after}Paris.", f"{after}Rome.")
+    apart = {"chosen": "a:\n\n\nb", "rejected": "a:\n\nc"}  # of which neither run is the prompt's
+    assert read_pair("x", apart) == Pair("a:", "\n\n\nb", "\n\nc")
     # Not every text with "Human: " is a dialogue.
     no_turn = {"chosen": "Human: a\n\nb c", "rejected": "Human: a\n\nb d"}
     assert read_pair("x", no_turn) == Pair("Human: a\n\nb", " c", " d")
@@ -130,6 +139,7 @@ def test_forms_of_text():
         ({"prompt": ASKED, "chosen": ASKED + said("a"), "rejected": said("b")}, "an answer of 2 messages beside its"),
         ({"prompt": "Else?", "chosen": f"{HH} a", "rejected": f"{HH} b"}, "an answer of 2 messages beside its"),
         ({"prompt": " ", "chosen": "a", "rejected": "b"}, "an empty prompt"),
+        ({"prompt": None, "chosen": "It is Paris.", "rejected": "It is Rome."}, "an empty prompt"),
         ({**SAME_PAIR[0], "tools": [{"name": "search"}]}, "tools, which are not read"),
         (
             {"prompt": ASKED, "chosen": [{**said("a")[0], "tool_calls": [{"id": "1"}]}], "rejected": said("b")},

@@ -52,6 +52,8 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
         raise Unusable("one of chosen and rejected is text, the other messages")
     given = None if row.get("prompt") is None else text_or_messages(place, row, "prompt")
     whole = [is_dialogue(side) if isinstance(side, str) else len(side) > 1 for side in sides]
+    if given is None and "prompt" in row and isinstance(sides[0], str) and not any(whole):
+        raise Unusable("an empty prompt")
     if given is None and not any(whole) and (others := _beside(row, _OTHER_PROMPTS)):
         # What both responses begin with would be taken for the prompt.
         raise _not_named(place, [*others, *_beside(row, SYSTEM)])
@@ -143,6 +145,11 @@ def _shared_words(chosen: str, rejected: str) -> tuple[str, str, str]:
     end = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     while end and not (chosen[end : end + 1].isspace() and rejected[end : end + 1].isspace()):
         end -= 1
-    if not chosen[:end].strip():
+    if not (words := chosen[:end].rstrip()):
         raise Unusable("texts that begin with no common words, and no column prompt")
+    if "\n" in (chosen[end], rejected[end]):
+        # Line breaks in a row have a token of their own, and belong to the prompt, as a chat template writes them. A
+        # space belongs to the word behind it.
+        space = [side[len(words) : len(side) - len(side[len(words) :].lstrip())] for side in (chosen, rejected)]
+        end = len(words) + (len(space[0]) if space[0] == space[1] else 0)
     return chosen[:end], chosen[end:], rejected[end:]
