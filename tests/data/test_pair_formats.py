@@ -498,6 +498,51 @@ def test_a_response_that_goes_on_after_its_end_is_left_out(tmp_path):
 
 
 def test_demonstrations_held_out_by_prompt(tmp_path):
+GEMMA = (
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+def gemma():
+    """Whose template ends a turn with another token than the tokenizer's end of sequence."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})
+    tokenizer.chat_template = GEMMA
+    return tokenizer
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_end_that_a_template_writes_is_one_too(chat, tmp_path):
+    tokenizer, asked = gemma(), "<start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n"
+    prompt = "a" if chat else asked
+    ends = ("", "</s>", "<end_of_turn>", "<end_of_turn>\n", "<end_of_turn>\n</s>")
+    goes_on = "b<end_of_turn>\n<start_of_turn>user\nMore?"
+    rows = [{"prompt": prompt, "completion": text} for text in (goes_on, *(f"b{end}" for end in ends))]
+    rows += [{"text": f"{asked}b{end}"} for end in ends]
+    path = write(tmp_path / "x.jsonl", rows)
+    task = Demonstrations(tokenizer, path, path, chat=chat)
+    read = [tokenizer.decode(row["input_ids"]) for row in task.demonstrations("train")]
+    assert read == [f"{asked}b</s>"] * (2 * len(ends))
+    assert task.left_out["train"] == {"a response that goes on after its end (<end_of_turn>)": 1}
+    # A template that cannot be used is none of those that take text as it is.
+    tokenizer.chat_template = "{{ messages[0].content * 3000000 }}"
+    assert chat or Demonstrations(tokenizer, path, path, chat=False).left_out["train"] == {}
+
+
+def test_the_end_of_a_turn_is_not_written_twice_and_tells_a_rendered_prompt(tmp_path):
+    tokenizer, asked = gemma(), {"role": "user", "content": "a"}
+    talks = [[asked, *said(text), asked] for text in ("b", "b<end_of_turn>", "b<end_of_turn>\n")]
+    rendered = "<start_of_turn>user\na<end_of_turn>\n"  # without a generation prompt
+    path = write(tmp_path / "x.jsonl", [*({"prompt": talk} for talk in talks), {"prompt": rendered}])
+    task = Prompts(tokenizer, path, path)
+    model = "<start_of_turn>model\n"
+    assert task.prompts("train")["prompt"][:] == [f"{rendered}{model}b<end_of_turn>\n{rendered}{model}"] * 3
+    assert task.prompts("train")["messages"][:] == talks[:1] * 3  # which a reward model writes in its own template
+    reason = "a prompt with an end of turn inside, as if in a chat template already (chat: false takes it so)"
+    assert task.left_out["train"] == {reason: 1}
+
+
     rows = [{"prompt": f"question {number // 2}", "completion": f"a{number}"} for number in range(12)]
     path = write(tmp_path / "x.jsonl", [*rows, {"text": "alone"}, {"text": "also alone"}])
     task = Demonstrations(byte_tokenizer(), path, validation_size=3)

@@ -1,6 +1,7 @@
 """Prompts and responses to token ids, a response as a sampled one would be."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -44,6 +45,14 @@ class PromptEncoder:
     An encoded prompt has the columns `input_ids`, `prompt` (text) and, if it is a conversation, `messages`.
     """
 
+def without_end(text: str, ends: Sequence[str]) -> str:
+    """A text without the ends of a turn behind it, and without the white space behind these, where chat templates
+    write a line break; one without an end as it is."""
+    while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return text
+
+
     tokenizer: PreTrainedTokenizerBase
     chat: bool = True
     system: str | None = None
@@ -85,12 +94,17 @@ class PromptEncoder:
     def prompt(self, prompt: Messages | str, limit: int | None = None) -> dict[str, Any]:
         """A conversation or a text that waits for its response, of at most `limit` tokens."""
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if self.chat else None
-        # An earlier turn of the assistant may have its end.
-        others = [turn["content"] for turn in messages or () if self.chat and turn["role"] != "assistant"]
-        ends = [end for end in (self.tokenizer.eos_token, self._template.behind_question if others else "") if end]
-        if any(end in text for end in ends for text in others):
-            why = "a prompt with an end of turn inside, as if in a chat template already"
-            raise Unusable(f"{why} (chat: false takes it so)")
+        if messages is not None and self.chat:
+            # An earlier turn of the assistant may have its end, to which the template would add its own.
+            behind = self._template.behind_answer
+            own = [end for end in self.ends if end in behind]
+            said = (without_end(turn["content"], own if turn["role"] == "assistant" else ()) for turn in messages)
+            messages = [{**turn, "content": text} for turn, text in zip(messages, said, strict=True)]
+            others = [turn["content"] for turn in messages if turn["role"] != "assistant"]
+            ends = [end for end in (*self.ends, self._template.behind_question) if end]
+            if any(end in text for end in ends for text in others):
+                why = "a prompt with an end of turn inside, as if in a chat template already"
+                raise Unusable(f"{why} (chat: false takes it so)")
         written = self._template.asking if self.chat else dialogue_prompt
         text = str(prompt) if messages is None else written(messages)
         ids = self.ids(text) if self.chat else self._waiting(text)
@@ -119,10 +133,17 @@ class PromptEncoder:
             return ids[:-1]
         return ids
 
-    def without_space_after_end(self, text: str) -> str:
-        """A text without the white space behind its end, where chat templates write a line break."""
-        end = self.tokenizer.eos_token
-        return stripped if end is not None and (stripped := text.rstrip()).endswith(end) else text
+    @cached_property
+    def ends(self) -> Sequence[str]:
+        """What ends a turn: the end of sequence, and the first special token that the chat template writes behind an
+        answer, which is another one in Gemma, in Phi-3, and where a base got the template of its chat model."""
+        behind, added = list[int](), self.tokenizer.added_tokens_decoder
+        with suppress(DataError, Unusable):  # of a template that nothing else may need
+            behind = self.closing()
+        added = added if isinstance(added, Mapping) else {}  # of mistral-common's tokenizers a method, which has none
+        special = {token: one.content for token, one in added.items() if one.special}
+        own = [special[token] for token in behind if token in special]
+        return list(dict.fromkeys(end for end in (self.tokenizer.eos_token, *own[:1]) if end))
 
     def typed(self, messages: Messages, *, plain: bool = False) -> list[int]:
         """A conversation that a person typed as a prompt, its last message alone if `plain`; raises DataError if it
@@ -140,17 +161,18 @@ class PromptEncoder:
 
         It is tokenised by itself and ends as a sampled one does, so that a reward is trained at the very position where
         it is read in PPO. A chat template would add a newline after the end. The space around a turn of a conversation
-        is the form's, not the row's. A text that has its end already gets no second one, and a thought that the
-        template has opened is not opened twice; raises `Unusable` if it goes on after its end, or has no thought.
+        is the form's, not the row's. A text that has its end already gets no second one (that of a chat template
+        becomes the end of sequence, as in PPO), and a thought that the template has opened is not opened twice; raises
+        `Unusable` if it goes on after its end, or has no thought.
         """
         if "messages" in prompt:
             text = text.strip()
             text = after_opening(text, prompt["prompt"], ended) if self.chat else f" {text}"  # as in hh-rlhf
-        text, end = self.without_space_after_end(text), self.tokenizer.eos_token_id
-        ids = self._on_a_line(text) if self._ends_a_line(prompt) else self.ids(text)
-        if end in ids[:-1]:
-            raise Unusable(f"a response that goes on after its end ({self.tokenizer.eos_token})")
-        return [*ids, end] if ended and ids[-1:] != [end] else ids
+        said = without_end(text, self.ends)
+        if inside := [end for end in self.ends if end in said]:
+            raise Unusable(f"a response that goes on after its end ({inside[0]})")
+        ids = self._on_a_line(said) if self._ends_a_line(prompt) else self.ids(said)
+        return [*ids, self.tokenizer.eos_token_id] if ended or said != text else ids
 
     def _on_a_line(self, text: str) -> list[int]:
         """The ids that a text has behind a line break: SentencePiece writes a space before one that stands alone, which

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from datasets import Dataset
 
 from toolkit import phases
+from toolkit.data.encoder import without_end
 from toolkit.data.files import listed
 from toolkit.data.messages import (
     BESIDE_AN_INSTRUCTION,
@@ -128,7 +129,7 @@ class Answered(SplitTask):
             if not isinstance(row["text"], str):
                 raise Unusable("a text that is no text")
             refuse_parts(row, row["text"])
-            text = self._encoder.without_space_after_end(row["text"])
+            text = without_end(row["text"], self._encoder.ends)
             ids = self._encoder.ids(text, special=True) if text.strip() else []
             if not ids:
                 raise Unusable("an empty text")
