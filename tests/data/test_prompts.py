@@ -187,6 +187,14 @@ def test_a_part_of_the_prompt_in_another_column_is_told_of(tmp_path, chat_tokeni
     assert with_system.report().endswith("trained on, too")
 
 
+@pytest.mark.parametrize("content", ["from", None, ["1"]])
+def test_messages_without_text_beside_token_ids_are_passed_over(content, tmp_path, chat_tokenizer):
+    talk = [{"from": "human", "value": "1"}] if content == "from" else [{"role": "user", "content": content}]
+    row = {"input_ids": [1, 5], "messages": talk, "system": "Be brief.", "tools": "[]"}
+    said = task_of(tmp_path, chat_tokenizer, [row]).report()
+    assert said.endswith('; 2 have a column "system" that is no part of the prompt: if it should be, write it there')
+
+
 def test_an_answered_conversation_beside_its_prompt_is_not_passed_on(tmp_path, tokenizer):
     """A reward model would read it as the prompt."""
     row = {"prompt": "1", "messages": [user("1"), {"role": "assistant", "content": "2"}], "topic": "a"}
@@ -374,6 +382,61 @@ def test_what_a_template_passes_over_is_not_lost_in_silence(tmp_path, chat_token
 
 
 def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):
+def test_a_system_message_that_is_written_only_where_the_user_has_the_last_turn(tmp_path, chat_tokenizer):
+    """As in Mistral's templates."""
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'system' %}"
+        "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    asked = [{"role": "system", "content": "0"}, user("1")]
+    rows = [{"prompt": asked}, {"prompt": [*asked, {"role": "tool", "content": "2"}]}]
+    for given in (rows, rows[::-1]):
+        task = task_of(tmp_path, chat_tokenizer, given)
+        assert task.prompts("train")["prompt"][:] == ["01"]
+        assert task.left_out["train"] == {"the chat template leaves out a message of the system": 1}
+
+
+CALLS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or () %}{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def call(arguments, **content):
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}], **content}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "saved"])
+def test_tool_calls_are_read_as_they_were_made(ending, tmp_path):
+    """A call may stand alone, tables give each the arguments of all, and one name may have values of two types."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLS
+    talks = [
+        [user("1"), call({"n": 5}), {"role": "tool", "content": "6"}],
+        [user("2"), call({"m": [{"k": 0}]}, content=None), {"role": "tool", "content": "7"}],
+    ]
+    prompts = ['1f{"n": 5}6', '2f{"m": [{"k": 0}]}7']
+    rows, path = [{"messages": talk} for talk in talks], str(tmp_path / f"x.{ending}")
+    if ending == "jsonl":
+        prompts.append('3f{"n": "five", "k": null}8')
+        talks.append([user("3"), call({"n": "five", "k": None}), {"role": "tool", "content": "8"}])
+        write(tmp_path / "x.jsonl", [{"messages": talk} for talk in talks])
+    elif ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        Dataset.from_list(rows).save_to_disk(path)
+    read = Prompts(tokenizer, path, path).prompts("train")
+    assert read["prompt"][:] == prompts
+    # So does a reward model read them.
+    assert [[one.get("tool_calls") for one in talk] for talk in read["messages"]] == [
+        [one.get("tool_calls") for one in talk] for talk in talks
+    ]
+    with pytest.raises(Unusable, match="a response with tool calls, which are not learnt"):
+        checked_messages([user("1"), call({"n": 5})], answered=True)
+
+
     task, path = task_of(tmp_path, chat_tokenizer, [{"query": ""}, {"other": "1"}]), tmp_path / "x.jsonl"
     for _ in range(2):
         with pytest.raises(DataError, match="line 2"):
@@ -688,3 +751,12 @@ def test_a_speaker_that_is_not_known_is_named_and_a_name_beside_a_role_is_none()
     with pytest.raises(Unusable, match='a message from "observation", a speaker that is not known'):
         checked_messages(turns)
     assert checked_messages([{"role": "user", "content": "Hi", "from": "Alice"}])[0]["content"] == "Hi"
+
+
+@pytest.mark.parametrize("role", ["bot", "human", "gpt", "ai", "model", "chatbot", "User", "SYSTEM"])
+def test_a_role_that_no_template_means_is_named(role):
+    said = f'^a message with the role "{role}"; a role is user, assistant, system or another one of the chat template'
+    with pytest.raises(Unusable, match=said):
+        checked_messages([{"role": role, "content": "1"}, user("2")])
+    for known in ("tool", "developer", "ipython"):
+        assert len(checked_messages([user("1"), {"role": known, "content": "2"}])) == 2

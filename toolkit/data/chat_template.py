@@ -145,8 +145,10 @@ class ChatTemplate:
         """Whether it writes what the message at a place says, or which tool it calls; one like an earlier one that it
         wrote is not tried. By a mark, since templates may change a content."""
         message = messages[place]
-        # Some leave out the content of a first message alone, or beside tool calls.
-        like = (message["role"], place == 0, call, bool(message["content"].strip()), *message)
+        # Some leave out the content of a first message alone, or beside tool calls; Mistral's that of the system where
+        # the user does not have the last turn.
+        last = messages[-1]["role"]
+        like = (message["role"], last, place == 0, call, bool(message["content"].strip()), *message)
         if like not in self._known:
             other = {"tool_calls": [_MARKED_CALL]} if call else {"content": _MARK}
             marked = [*messages[:place], {**message, **other}, *messages[place + 1 :]]
@@ -158,7 +160,7 @@ class ChatTemplate:
 
     @cached_property
     def _known(self) -> set[tuple[str | bool, ...]]:
-        """Messages that it writes: role, whether it comes first, and keys."""
+        """Messages that it writes: role, that of the last one, whether it comes first, and keys."""
         return set()
 
     def _rendered(self, messages: Messages, *, waits: bool = True) -> str:

@@ -52,18 +52,35 @@ def _in_python(place: str, table: Any) -> list[dict[str, Any]]:
         wrong = f'{place}: column "{shown(twice[0])}" is there {names.count(twice[0])} times.'
         raise DataError(wrong, remedy="Give every column a name of its own.")
     try:
-        return _decoded(table.to_pylist(), table.schema)
+        return decoded(_without_added(table.to_pylist(), table.schema), table.schema)
     except Exception:  # whatever a kind of values raises: durations, dates and zones that Python has not
         for column, name in enumerate(names):
             try:
-                _decoded([{name: value} for value in table.column(column).to_pylist()], [table.schema.field(column)])
+                decoded([{name: value} for value in table.column(column).to_pylist()], [table.schema.field(column)])
             except Exception as error:
                 wrong = f'{place}: column "{shown(name)}" holds a value that Python has not ({reason(error)}).'
                 raise DataError(wrong, remedy="Write the column as text, or take it out.") from error
         raise
 
 
-def _decoded(rows: list[dict[str, Any]], fields: Iterable[pa.Field]) -> list[dict[str, Any]]:
+def _without_added(rows: list[dict[str, Any]], fields: Iterable[pa.Field]) -> list[dict[str, Any]]:
+    """Rows whose tool calls are without the null that a table gives a call for each argument of the others, in place:
+    chat templates write arguments as they are."""
+    for name in (field.name for field in fields if "tool_calls" in str(field.type)):
+        for row in rows:
+            row[name] = _without_null(row[name])
+    return rows
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_null(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _without_null(one) for key, one in value.items() if one is not None}
+    return value
+
+
+def decoded(rows: list[dict[str, Any]], fields: Iterable[pa.Field]) -> list[dict[str, Any]]:
     """Rows whose values of JSON, as datasets keeps those of several types, are what they stand for, in place."""
     for name, kind in ((field.name, field.type) for field in fields if "json" in str(field.type)):
         for row in rows:
@@ -79,7 +96,7 @@ def _of_kind(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return [_of_kind(one, kind.value_type) for one in value]
     if pa.types.is_struct(kind):
-        return {field.name: _of_kind(value[field.name], field.type) for field in kind}
+        return {field.name: _of_kind(value[field.name], field.type) for field in kind if field.name in value}
     return value
 
 

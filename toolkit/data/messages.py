@@ -11,6 +11,8 @@ from toolkit.errors import DataError
 Messages = list[dict[str, Any]]
 
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# What others call the two who speak; a template would write such a name into a header that no model knows.
+_OTHER_ROLES = ("human", "gpt", "model", "ai", "bot", "chatbot")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where templates look for one
 SYSTEM = ("system", "system_prompt")
 PARTS = (*SYSTEM, "history")  # what other tools keep beside a prompt
@@ -56,14 +58,7 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
     speakers = [turn.get("from") for turn in value if isinstance(turn, dict) and turn.get("role") is None]
     if odd := [speaker for speaker in speakers if isinstance(speaker, str) and speaker not in _SHAREGPT]:
         raise Unusable(f'a message from "{odd[0]}", a speaker that is not known')
-    messages = []
-    for message in value:
-        if not isinstance(message, dict):
-            raise Unusable("a message that is no object with role and content")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise Unusable(f'a message without text as "{key}"')
-        messages.append(without_empty(message))
+    messages = [_checked(message) for message in value]
     if (messages[-1]["role"] == "assistant") != answered:
         raise Unusable(f"its last turn is {'not ' if answered else ''}the assistant's")
     if answered:
@@ -75,6 +70,22 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
     if not messages[-1]["content"].strip():
         raise Unusable("an empty prompt")
     return messages
+
+
+def _checked(message: Any) -> dict[str, Any]:
+    """One message, whose role is no name that templates do not mean; of other roles the template decides."""
+    if not isinstance(message, dict):
+        raise Unusable("a message that is no object with role and content")
+    if message.get("tool_calls") and message.get("content") is None:  # as a rule the call is all that is said
+        message = {**message, "content": ""}
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            raise Unusable(f'a message without text as "{key}"')
+    role = message["role"]
+    if role in _OTHER_ROLES or role != role.lower():
+        known = "user, assistant, system or another one of the chat template, in small letters"
+        raise Unusable(f'a message with the role "{role}"; a role is {known}')
+    return without_empty(message)
 
 
 def _check_response(message: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Prompts(SplitTask):
             for name in known:
                 value = row[name]
                 if value and not (isinstance(value, dict) and not any(value.values())):
-                    prompt = row.get("messages") or row.get("prompt") or ""
+                    prompt = _turns(row.get("messages")) or row.get("prompt") or ""
                     if has_tools({name: value}) or part_beside(
                         {name: value}, prompt, self.system, BESIDE_AN_INSTRUCTION
                     ):
@@ -114,6 +114,12 @@ class Prompts(SplitTask):
 @dataclass(frozen=True)
 class Answered(SplitTask):
     """Prompts with a response: what `Demonstrations` and `Labelled` read."""
+def _turns(value: Any) -> Messages | None:
+    """Messages of text; None for anything else, as may stand beside token ids."""
+    dicts = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    return value if dicts and all(isinstance(message.get("content"), str) for message in value) else None
+
+
 
     def _answered(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
         """`input_ids` of prompt and response, and `labels`, −100 where a token is no part of the response."""

@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetInfo, Features
 from datasets.arrow_writer import OptimizedTypedSequence
 from datasets.fingerprint import generate_random_fingerprint
 
-from toolkit.data.files import Row, kind_of, listed, reason, shown
+from toolkit.data.files import Row, decoded, kind_of, listed, reason, shown
 from toolkit.errors import DataError, did_you_mean
 
 PARTS = ("sft", "reward", "ppo")  # stages among which pairs may be divided
@@ -67,7 +67,7 @@ def tables_of(rows: Dataset) -> Iterator[pa.Table]:
 def each_of(rows: Dataset) -> Iterator[dict[str, Any]]:
     """The rows of a data set one by one, read some at a time."""
     for table in tables_of(rows):
-        yield from table.to_pylist()
+        yield from decoded(table.to_pylist(), table.schema)
 
 
 def parts_of(rows: Dataset, column: str) -> Iterator[list[Any]]:
@@ -82,13 +82,23 @@ def values_of(rows: Dataset, column: str) -> Iterator[Any]:
 
 
 def _from_columns(columns: Mapping[str, Sequence[Any]]) -> Dataset:
-    """What `Dataset.from_dict` makes of them, with the same types."""
-    typed = {name: OptimizedTypedSequence(values, col=name) for name, values in columns.items()}
+    """What `Dataset.from_dict` makes of them, with the same types, but for messages with tool calls: each has arguments
+    of its own, and is kept as JSON."""
+    as_json = {"messages"} if _with_calls(columns.get("messages", ())) else set()
+    typed = {
+        name: OptimizedTypedSequence(values, col=name, on_mixed_types="use_json" if name in as_json else None)
+        for name, values in columns.items()
+    }
     table = pa.Table.from_pydict(typed)
     return in_memory(table, Features({name: values.get_inferred_type() for name, values in typed.items()}))
 
 
 def as_dataset(
+def _with_calls(conversations: Sequence[Any]) -> bool:
+    messages = chain.from_iterable(talk for talk in conversations if isinstance(talk, list))
+    return any(isinstance(message, dict) and message.get("tool_calls") for message in messages)
+
+
     columns: Mapping[str, Sequence[Any]], *, place: str, field: str, places: Sequence[str] | None = None
 ) -> Dataset:
     """Columns as a data set.
