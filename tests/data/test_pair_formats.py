@@ -412,7 +412,8 @@ def test_a_dialogue_that_was_answered_is_no_prompt(tmp_path):
     path = write(tmp_path / "x.jsonl", [{"prompt": HH}, {"prompt": f"{HH} Paris."}])
     task = Prompts(byte_tokenizer(), path, path)
     assert task.prompts("train")["prompt"] == ["<s>Capital?</s><s>"]
-    assert task.left_out["train"] == {"a dialogue that cannot be a prompt: its last turn is the assistant's": 1}
+    reason = "a dialogue that cannot be a prompt: its last turn is the assistant's (drop_answer: true takes it off)"
+    assert task.left_out["train"] == {reason: 1}
 
 
 # ---------------------------------------------------------------------- demonstrations
@@ -497,7 +498,6 @@ def test_a_response_that_goes_on_after_its_end_is_left_out(tmp_path):
     assert task.left_out["train"] == {"a response that goes on after its end (</s>)": 1}
 
 
-def test_demonstrations_held_out_by_prompt(tmp_path):
 GEMMA = (
     "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}"
     "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
@@ -543,6 +543,7 @@ def test_the_end_of_a_turn_is_not_written_twice_and_tells_a_rendered_prompt(tmp_
     assert task.left_out["train"] == {reason: 1}
 
 
+def test_demonstrations_held_out_by_prompt(tmp_path):
     rows = [{"prompt": f"question {number // 2}", "completion": f"a{number}"} for number in range(12)]
     path = write(tmp_path / "x.jsonl", [*rows, {"text": "alone"}, {"text": "also alone"}])
     task = Demonstrations(byte_tokenizer(), path, validation_size=3)

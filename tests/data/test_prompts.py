@@ -251,7 +251,8 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
         ({"prompt": [{"role": "user", "content": [{"text": "1"}]}]}, 'a message without text as "content"'),
         ({"prompt": [{"from": {"name": "human"}, "value": "1"}]}, 'a message without text as "role"'),
         ({"prompt": [{"from": ["human"], "value": "1"}]}, 'a message without text as "role"'),
-        ({"prompt": [user("1"), {"role": "assistant", "content": "2"}]}, "its last turn is the assistant's"),
+        ({"prompt": [user("1"), {"role": "assistant", "content": "2"}]}, "its last turn is the assistant's "
+                                                                         "(drop_answer: true takes it off)"),
         ({"prompt": [{"role": "system", "content": "1"}]}, "messages without a turn of the user (roles: system)"),
         ({"prompt": [user("1"), {"role": "tool", "content": "2"}]}, "the chat template refuses it: no role tool"),
         ({"prompt": "S_:1E小:"}, "a prompt with an end of turn inside, as if in a chat template already (chat: "
@@ -381,7 +382,6 @@ def test_what_a_template_passes_over_is_not_lost_in_silence(tmp_path, chat_token
         assert task.left_out["train"] == ({} if kept else {"the chat template leaves out a tool call": 1})
 
 
-def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):
 def test_a_system_message_that_is_written_only_where_the_user_has_the_last_turn(tmp_path, chat_tokenizer):
     """As in Mistral's templates."""
     chat_tokenizer.chat_template = (
@@ -437,6 +437,7 @@ def test_tool_calls_are_read_as_they_were_made(ending, tmp_path):
         checked_messages([user("1"), call({"n": 5})], answered=True)
 
 
+def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):
     task, path = task_of(tmp_path, chat_tokenizer, [{"query": ""}, {"other": "1"}]), tmp_path / "x.jsonl"
     for _ in range(2):
         with pytest.raises(DataError, match="line 2"):
@@ -587,7 +588,7 @@ def test_arguments_that_contradict(arguments, message, tokenizer):
         (
             {"prompt": "1", "messages": [user("1"), {"role": "assistant", "content": "2"}]},
             {},
-            r"its last turn is the assistant's \(there is a column prompt, too: columns.prompt=prompt\)",
+            r"its last turn is the assistant's \(drop_answer: true takes it off; there is a column prompt, too: col",
         ),
     ],
 )
@@ -744,6 +745,26 @@ def test_a_prompt_with_what_the_template_writes_behind_a_question_is_in_it_alrea
     task = task_of(tmp_path, tokenizer, [{"prompt": "[INST] q [/INST]"}, {"prompt": "[INST"}])
     assert task.prompts("train")["prompt"][:] == ["[INST] [INST [/INST]"]
     assert task.left_out["train"].total() == 1
+
+
+def test_the_answer_at_the_end_of_data_for_sft_is_dropped_where_that_is_asked_for(tmp_path, chat_tokenizer):
+    answer = {"role": "assistant", "content": "2"}
+    talks = [
+        [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}], [user("1"), answer], [user("1")],
+        [user("1"), answer, user("1"), answer], [answer], "Human: 1\n\nAssistant: 2", "1", None,
+    ]  # fmt: skip
+    rows = [{"prompt": talk, "n": n} for n, talk in enumerate(talks)]
+    task = task_of(tmp_path, chat_tokenizer, rows, drop_answer=True, columns={"prompt": "prompt"})
+    read = task.prompts("train")
+    assert read["n"][:] == [0, 1, 2, 3, 5, 6] and task.left_out["train"] == {"an empty prompt": 2}
+    assert read["prompt"][:] == ["_:1=x:"] * 3 + ["_:1=小:2=_:1=x:"] + ["_:1=x:"] * 2
+    assert read["messages"][0] == [user("1")] and read["messages"][3] == [user("1"), answer, user("1")]
+    named = task_of(tmp_path, chat_tokenizer, [{"conversations": talks[0]}], columns={"messages": "conversations"})
+    with pytest.raises(DataError, match=r"its last turn is the assistant's \(drop_answer: true takes it off\)"):
+        named.prompts("train")
+    assert task.prompts_of([{"prompt": talks[1]}])["prompt"][:] == ["_:1=x:"]
+    with pytest.raises(DataError, match="^drop_answer: .*line 1: it has no effect on prompts that are token ids"):
+        task_of(tmp_path, chat_tokenizer, [{"input_ids": [3]}], drop_answer=True).prompts("train")
 
 
 def test_a_speaker_that_is_not_known_is_named_and_a_name_beside_a_role_is_none():

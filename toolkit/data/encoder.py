@@ -10,7 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat_template import ChatTemplate, after_opening
 from toolkit.data.files import shown
-from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, read_prompt, refuse_template_settings
+from toolkit.data.messages import (
+    Messages,
+    checked_messages,
+    dialogue_prompt,
+    read_prompt,
+    refuse_template_settings,
+    without_answer,
+)
 from toolkit.data.rows import Unusable, present
 from toolkit.errors import DataError
 
@@ -38,13 +45,6 @@ def padded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     return pad is not None and padding in (ids[: len(padding)], ids[-len(padding) :])
 
 
-@dataclass(frozen=True)
-class PromptEncoder:
-    """Prompts and responses to token ids; `chat` and `system` as in `SourceTask`.
-
-    An encoded prompt has the columns `input_ids`, `prompt` (text) and, if it is a conversation, `messages`.
-    """
-
 def without_end(text: str, ends: Sequence[str]) -> str:
     """A text without the ends of a turn behind it, and without the white space behind these, where chat templates
     write a line break; one without an end as it is."""
@@ -53,10 +53,19 @@ def without_end(text: str, ends: Sequence[str]) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Prompts and responses to token ids; `chat` and `system` as in `SourceTask`, `drop_answer` as in `Prompts`, and
+    None for a task without that key.
+
+    An encoded prompt has the columns `input_ids`, `prompt` (text) and, if it is a conversation, `messages`.
+    """
+
     tokenizer: PreTrainedTokenizerBase
     chat: bool = True
     system: str | None = None
     on_long: OnLong = "leave_out"
+    drop_answer: bool | None = None
 
     def __post_init__(self) -> None:
         if self.system is not None and not self.chat:
@@ -233,11 +242,13 @@ def without_end(text: str, ends: Sequence[str]) -> str:
             encoded = self._of_kind(place, "messages" if messages else kind, named[kind], value, limit)
         except Unusable as reason:
             texts = [name for name in ("prompt", "query") if isinstance(row.get(name), str) and row[name].strip()]
-            if columns or kind != "messages" or reason.limit or not texts:
+            hints = ["drop_answer: true takes it off"] if reason.answered and self.drop_answer is False else []
+            if texts and not columns and kind == "messages" and not reason.limit:
+                # Answered conversations often have their question beside them.
+                hints.append(f"there is a column {texts[0]}, too: columns.prompt={texts[0]}")
+            if not hints:
                 raise
-            # Answered conversations often have their question beside them.
-            hint = f"there is a column {texts[0]}, too: columns.prompt={texts[0]}"
-            raise Unusable(f"{reason} ({hint})") from reason
+            raise Unusable(f"{reason} ({'; '.join(hints)})") from reason
         if "messages" in encoded:
             refuse_template_settings(row)
         return named[kind], encoded
@@ -248,9 +259,11 @@ def without_end(text: str, ends: Sequence[str]) -> str:
             raise DataError(f"{place}: messages need the chat template.", field="chat", remedy=remedy)
         if kind != "input_ids":
             self.check_template()
-        elif self.system is not None:
+        elif given := [name for name in ("system", "drop_answer") if getattr(self, name) not in (None, False)]:
             wrong = f"{place}: it has no effect on prompts that are token ids."
-            raise DataError(wrong, field="system", remedy="Remove it.")
+            raise DataError(wrong, field=given[0], remedy="Remove it.")
+        if self.drop_answer:
+            value = without_answer(value)
         if value is None:
             raise Unusable("an empty prompt")
         if kind == "input_ids":

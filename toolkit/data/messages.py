@@ -60,7 +60,7 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
         raise Unusable(f'a message from "{odd[0]}", a speaker that is not known')
     messages = [_checked(message) for message in value]
     if (messages[-1]["role"] == "assistant") != answered:
-        raise Unusable(f"its last turn is {'not ' if answered else ''}the assistant's")
+        raise Unusable(f"its last turn is {'not ' if answered else ''}the assistant's", answered=not answered)
     if answered:
         _check_response(messages[-1])
         return messages
@@ -104,6 +104,16 @@ def read_prompt(value: Messages | str) -> Messages | str:
         raise Unusable("an empty prompt")
     _refuse_written(value)
     return checked_messages(dialogue_turns(value, answered=False)) if is_dialogue(value) else value
+
+
+def without_answer(value: Any) -> Any:
+    """Messages or a dialogue without the last turn, if that is the assistant's; anything else as it is."""
+    if isinstance(value, str) and is_dialogue(value):
+        *_, mark = _TURN.finditer(value)
+        return value if mark.group(1) else value[: mark.end()]
+    turns = as_messages(value)
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    return turns[:-1] if isinstance(last, dict) and last.get("role") == "assistant" else turns
 
 
 def messages_of_row(place: str, row: dict[str, Any]) -> Messages:
@@ -226,7 +236,7 @@ def dialogue_turns(text: str, *, answered: bool) -> Messages:
     if answered and not by_assistant:
         raise Unusable("not a dialogue: its last turn is not the assistant's")
     if not answered and by_assistant and messages.pop()["content"]:
-        raise Unusable("a dialogue that cannot be a prompt: its last turn is the assistant's")
+        raise Unusable("a dialogue that cannot be a prompt: its last turn is the assistant's", answered=True)
     if not messages:
         raise Unusable("an empty prompt")
     return messages

@@ -44,6 +44,8 @@ class Prompts(SplitTask):
             dialogue, the `Assistant:` that asks for the response.
         columns: where the prompt is, if the source has other names: `prompt`, `messages` or `input_ids` to the
             source's column. Columns that it does not name are then no prompts; lines of a text file are in any case.
+        drop_answer: takes the last turn off a conversation that ends with the assistant's, as data for sft do. False
+            leaves such a row out.
         on_long: whether a prompt over its limit is left out, or cut: its last tokens stay.
         max_prompt_length: tokens of a prompt; longer ones are left out.
     """
@@ -51,6 +53,7 @@ class Prompts(SplitTask):
     _: KW_ONLY
     validation_size: int = 100
     columns: dict[str, str] | None = None
+    drop_answer: bool = False
     max_prompt_length: int = 512
 
     task: ClassVar[str] = "prompts"
@@ -111,15 +114,15 @@ class Prompts(SplitTask):
         return self._splits["train" if split == "train" else "validation"].rows
 
 
-@dataclass(frozen=True)
-class Answered(SplitTask):
-    """Prompts with a response: what `Demonstrations` and `Labelled` read."""
 def _turns(value: Any) -> Messages | None:
     """Messages of text; None for anything else, as may stand beside token ids."""
     dicts = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     return value if dicts and all(isinstance(message.get("content"), str) for message in value) else None
 
 
+@dataclass(frozen=True)
+class Answered(SplitTask):
+    """Prompts with a response: what `Demonstrations` and `Labelled` read."""
 
     def _answered(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
         """`input_ids` of prompt and response, and `labels`, −100 where a token is no part of the response."""

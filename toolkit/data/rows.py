@@ -27,11 +27,12 @@ _AT_ONCE = 1000  # rows that are packed into a data set
 
 
 class Unusable(Exception):
-    """Why the row in hand is left out; `limit` is the setting that it exceeds, if that is why. Reading goes on."""
+    """Why the row in hand is left out; `limit` is the setting that it exceeds, if that is why, and `answered` is
+    whether a prompt has its answer already. Reading goes on."""
 
-    def __init__(self, why: str, *, limit: str = ""):
+    def __init__(self, why: str, *, limit: str = "", answered: bool = False):
         super().__init__(shown(why))
-        self.limit = limit
+        self.limit, self.answered = limit, answered
 
 
 def as_number(value: Any) -> Any:
@@ -93,12 +94,12 @@ def _from_columns(columns: Mapping[str, Sequence[Any]]) -> Dataset:
     return in_memory(table, Features({name: values.get_inferred_type() for name, values in typed.items()}))
 
 
-def as_dataset(
 def _with_calls(conversations: Sequence[Any]) -> bool:
     messages = chain.from_iterable(talk for talk in conversations if isinstance(talk, list))
     return any(isinstance(message, dict) and message.get("tool_calls") for message in messages)
 
 
+def as_dataset(
     columns: Mapping[str, Sequence[Any]], *, place: str, field: str, places: Sequence[str] | None = None
 ) -> Dataset:
     """Columns as a data set.

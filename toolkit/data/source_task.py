@@ -100,7 +100,7 @@ class SourceTask(Task):
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        return PromptEncoder(self.tokenizer, self.chat, self.system, self.on_long)
+        return PromptEncoder(self.tokenizer, self.chat, self.system, self.on_long, vars(self).get("drop_answer"))
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         """One row as the stage reads it; the first of the source may decide how."""
