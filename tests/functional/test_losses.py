@@ -16,19 +16,21 @@ ONE = torch.ones(1, 1, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "clipped"),
+    ("ratio", "advantage", "high", "loss", "clipped"),
     [
-        (1.5, 1.0, -1.2, 1.0),  # gained enough: the clipped 1.2 counts
-        (0.5, 1.0, -0.5, 0.0),  # the bad side is never clipped
-        (0.5, -1.0, 0.8, 1.0),
-        (1.5, -1.0, 1.5, 0.0),
-        (1.1, 2.0, -2.2, 0.0),
+        (1.5, 1.0, None, -1.2, 1.0),  # gained enough: the clipped 1.2 counts
+        (0.5, 1.0, None, -0.5, 0.0),  # the bad side is never clipped
+        (0.5, -1.0, None, 0.8, 1.0),
+        (1.5, -1.0, None, 1.5, 0.0),
+        (1.1, 2.0, None, -2.2, 0.0),
+        (1.5, 1.0, 0.28, -1.28, 1.0),  # the upper side has a range of its own
+        (1.25, 1.0, 0.28, -1.25, 0.0),
+        (0.5, -1.0, 0.28, 0.8, 1.0),
     ],
 )
-def test_policy_loss_by_hand(ratio, advantage, loss, clipped):
-    ours = clipped_policy_loss(
-        torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[advantage]]), ONE, cliprange=0.2
-    )
+def test_policy_loss_by_hand(ratio, advantage, high, loss, clipped):
+    given = torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[advantage]]), ONE
+    ours = clipped_policy_loss(*given, cliprange=0.2, cliprange_high=high)
     assert ours.loss.item() == pytest.approx(loss, abs=1e-6)
     assert ours.clip_fraction.item() == clipped
 

@@ -114,6 +114,7 @@ def test_what_a_stage_is_said_not_to_read_changes_no_bit_of_it(stage, tmp_path, 
     [
         ("about=other", set()),
         ("sft.logging_steps=3", set()),
+        ("ppo.rollouts_shown=9", set()),
         ("base.pack_rows=false", set()),
         ("reward.report_to=none", set()),
         ("ppo.kl_coef=0.3", {"ppo"}),

@@ -340,15 +340,16 @@ def test_tokens_that_end_a_response_by_the_settings_of_generation_alone(tmp_path
     assert base.causal_lm.generation_config.eos_token_id == 7  # nothing else of the checkpoint's settings is left
 
 
-def test_the_ratio_has_a_range_of_its_own(tmp_path):
+@pytest.mark.parametrize("high", [None, 0.02])
+def test_the_ratio_has_a_range_of_its_own(high, tmp_path):
     """Not that of the values, which is another in most recipes."""
-    ours, experience = prepared(tmp_path, cliprange=0.05, cliprange_value=9.0)
+    ours, experience = prepared(tmp_path, cliprange=0.05, cliprange_high=high, cliprange_value=9.0)
     tokens = torch.tensor([token for row in RESPONSES for token in row])
     with torch.no_grad():
         new = Categorical(logits=distributions(ours, "policy")).log_prob(tokens)
     mask = experience.response_mask
     ratio, gain = (new - experience.old_logprobs[mask]).exp(), experience.advantages[mask]
-    expected = float(torch.max(-gain * ratio, -gain * ratio.clamp(0.95, 1.05)).mean())
+    expected = float(torch.max(-gain * ratio, -gain * ratio.clamp(0.95, 1 + (high or 0.05))).mean())
     found, _ = gradient_of(ours, experience)
     assert found["policy_loss"] == pytest.approx(expected, rel=1e-4) and found["clip_fraction"] > 0
     assert found["ratio"] == pytest.approx(float(ratio.mean()), rel=1e-4)

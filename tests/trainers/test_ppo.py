@@ -311,9 +311,9 @@ def test_what_the_policy_says_can_be_read_while_it_trains(tmp_path):
         assert row["score"] == float(scores[i]) and row["ended"] == responses.ended[i]
     with path.open("a") as file:
         file.write('{"step": 3, "pro')  # what a kill leaves
-    again = trainer(tmp_path, reward=count_reward(7), max_steps=3)
+    again = trainer(tmp_path, reward=count_reward(7), max_steps=3, rollouts_shown=1)
     again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
-    assert read() == rows
+    assert read() == [*rows[:4], rows[4], rows[8]]
     anew = trainer(tmp_path, reward=count_reward(7), max_steps=1, save_strategy="steps", save_steps=1)
     anew.add_callback(MetricsFile(tmp_path / "metrics.jsonl"))
     with pytest.warns(UserWarning, match="holds checkpoint-3 of an earlier try, and training begins anew"):

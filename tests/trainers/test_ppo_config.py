@@ -93,6 +93,12 @@ def test_the_words_are_those_of_the_maths():
         ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more or null, got -1.0."),
         ({"score_clip": 0.0}, "score_clip — must be positive or null, got 0.0."),
         ({"cliprange": 0.0}, "cliprange — must be positive or null, got 0.0."),
+        ({"cliprange_high": 0.0}, "cliprange_high — must be positive or null, got 0.0."),
+        (
+            {"cliprange": None, "cliprange_high": 0.28},
+            "cliprange_high — would have no effect with cliprange null, by which no ratio is clipped.",
+        ),
+        ({"rollouts_shown": -1}, "rollouts_shown — must be 0 or more, got -1."),
         (
             {"kl_target": 6.0, "kl_horizon": 10, "per_device_train_batch_size": 50},
             "kl_horizon — with 10 the 50 responses of one update can take kl_coef to 0 and below. It counts responses: "
@@ -120,6 +126,8 @@ def test_bad_values(changes, message, tmp_path):
         ),
         ({"entropy_coef": 0.1}, "entropy_coef — would have no effect with loop: trl, which has none."),
         ({"cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None."),
+        ({"cliprange_high": 0.28}, "cliprange_high — would have no effect with loop: trl, which has none."),
+        ({"rollouts_shown": 0}, "rollouts_shown — would have no effect with loop: trl, which has none."),
         ({"stop_token_id": 5}, "stop_token_id — would have no effect with loop: trl, which has none."),
         (
             {"num_sample_generations": 3},

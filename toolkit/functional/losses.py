@@ -33,23 +33,27 @@ def clipped_policy_loss(
     response_mask: Tensor,
     *,
     cliprange: float | None,
+    cliprange_high: float | None = None,
     count: Tensor | float | None = None,
 ) -> ClippedLoss:
-    """Clipped surrogate objective, negated: mean of max(−A·ratio, −A·clip(ratio, 1 − ε, 1 + ε)).
+    """Clipped surrogate objective, negated: mean of max(−A·ratio, −A·clip(ratio, 1 − ε, 1 + ε_high)).
 
-    Schulman et al. 2017, arXiv 1707.06347, equation 7.
+    Schulman et al. 2017, arXiv 1707.06347, equation 7, where ε_high is ε. With two, as in DAPO, Yu et al. 2025, arXiv
+    2503.14476, equation 10.
 
     Args:
         logprobs: (B, T), with gradient; `old_logprobs` and `advantages` are constant.
         response_mask: bool (B, T).
         cliprange: ε; None leaves the ratio as it is.
+        cliprange_high: ε_high; None for ε.
         count: divisor of the mean in place of the mask's own token count: see `masked_mean`.
     """
     ratio = torch.exp(torch.where(response_mask, logprobs - old_logprobs, torch.zeros_like(logprobs)))
     unclipped = -advantages * ratio
     if cliprange is None:
         return ClippedLoss(masked_mean(unclipped, response_mask, count=count), unclipped.new_zeros(()))
-    clipped = -advantages * torch.clamp(ratio, 1.0 - cliprange, 1.0 + cliprange)
+    high = cliprange if cliprange_high is None else cliprange_high
+    clipped = -advantages * torch.clamp(ratio, 1.0 - cliprange, 1.0 + high)
     return _larger(unclipped, clipped, response_mask, count)
 
 

@@ -22,7 +22,7 @@ from toolkit.spec.shipped import as_shipped
 # What says how often figures are logged and where they go, of any stage: nothing that was done depends on it.
 _SHOWN_BY = (
     "logging_steps", "logging_first_step", "report_to", "run_name", "dataloader_num_workers", "disable_tqdm",
-    "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo",
+    "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo", "rollouts_shown",
 )  # fmt: skip
 # How rows lie in a pass, which moves results by rounding alone: what was trained stays, and goes on.
 _LAID_OUT_BY = "base.pack_rows"

@@ -182,8 +182,8 @@ def policy_objective(
     def mean(values: Tensor) -> Tensor:
         return F.masked_mean(values, mask, count=count)
 
-    limit = args.cliprange
-    clipped = F.clipped_policy_loss(logprobs, old_logprobs, held.advantages, mask, cliprange=limit, count=count)
+    limits = {"cliprange": args.cliprange, "cliprange_high": args.cliprange_high}
+    clipped = F.clipped_policy_loss(logprobs, old_logprobs, held.advantages, mask, **limits, count=count)
     # The old policy sampled, so that it is the first argument: KL(old policy, new policy).
     approx_kl = mean(F.kl_k3(old_logprobs, logprobs))
     loss, metrics = clipped.loss, {"policy_loss": clipped.loss, "clip_fraction": clipped.clip_fraction}

@@ -136,6 +136,9 @@ class PPOConfig(TRLPPOConfig):
     cliprange: float | None = setting(
         TRLPPOConfig.cliprange, "The ratio is clipped to 1 ± this; null for no clipping.", POSITIVE
     )
+    cliprange_high: float | None = setting(
+        None, "The ratio is clipped to 1 + this above, and to 1 − cliprange below; null for cliprange.", POSITIVE
+    )
     cliprange_value: float | None = setting(
         TRLPPOConfig.cliprange_value, "Values are clipped to the old value ± this; null for no clipping.", POSITIVE
     )
@@ -185,6 +188,9 @@ class PPOConfig(TRLPPOConfig):
     sample_with_replacement: bool = setting(
         False, "Draw prompts with replacement, where otherwise each comes once in a pass over the data."
     )
+    rollouts_shown: int = setting(
+        4, "Responses of an update that are written to rollouts.jsonl at each logged step.", NOT_NEGATIVE
+    )
 
     def __post_init__(self) -> None:
         with states_kept():  # of a trainer that there is already
@@ -204,9 +210,8 @@ class PPOConfig(TRLPPOConfig):
         if self.optim.value.startswith("schedule_free"):
             wrong = f"{self.optim.value} has to be told when it trains, and no loop of PPO does so."
             yield Problem(wrong, "optim", "Take adamw_torch.")
-        if self.value_pooling != "none" and self.truncated_as == "bootstrap":
-            wrong = "bootstrap needs the value after the last token, which value_pooling averages."
-            yield Problem(wrong, "truncated_as")
+        if self.cliprange_high is not None and self.cliprange is None:
+            yield Problem("would have no effect with cliprange null, by which no ratio is clipped.", "cliprange_high")
         if self.importance_sampling_cap is not None and not self.rollout_do_sample:
             yield Problem("weighs draws, and rollout_do_sample is false.", "importance_sampling_cap")
         punished, dropped = self.short_response_penalty is not None, self.drop_short_responses
@@ -232,6 +237,9 @@ class PPOConfig(TRLPPOConfig):
             for name in ("value_learning_rate", "value_adam_beta1", "value_adam_beta2", "value_adam_epsilon"):
                 if getattr(self, name) is not None:
                     yield Problem("would have no effect with vf_coef 0.", name)
+        if self.value_pooling != "none" and self.truncated_as == "bootstrap":
+            wrong = "bootstrap needs the value after the last token, which value_pooling averages."
+            yield Problem(wrong, "truncated_as")
         given = self.lr_scheduler_kwargs if isinstance(self.lr_scheduler_kwargs, dict) else {}
         own = self.value_learning_rate not in (None, self.learning_rate)
         for name in [name for name in ("min_lr", "lr_end") if own and name in given]:

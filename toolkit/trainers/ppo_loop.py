@@ -24,8 +24,6 @@ from toolkit.trainers.not_finite import MOST_IN_A_ROW, where_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 from toolkit.trainers.same_run import check_frozen, frozen_digests, of_this_version, other_setting
 
-_ROWS_SHOWN = 4  # of a rollout, at every logged step
-
 
 class PPOLoop(SharedBaseTrainer):
     """A trainer that runs `total_updates` updates, which a subclass makes by `generate`, `score` and `step`."""
@@ -287,7 +285,7 @@ class PPOLoop(SharedBaseTrainer):
         rollout, scores = concatenate(rollouts), concatenate_scores(all_scores)
         self._shown = [
             {"prompt": rollout.prompts[i], "response": rollout.responses[i], "score": score, "ended": rollout.ended[i]}
-            for i, score in enumerate(total_scores(scores)[:_ROWS_SHOWN].tolist())
+            for i, score in enumerate(total_scores(scores)[: self.args.rollouts_shown].tolist())
         ]
         self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         self._parts_of = scores

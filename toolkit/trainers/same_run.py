@@ -34,7 +34,7 @@ _OF_OPTIMIZER = {
 # those of transformers by which it is, beside what the optimizer is made with.
 _NOT_LEARNT_BY = {
     "total_episodes", "generation", "logprob_chunk_size", "q_chunk_size", "local_rollout_forward_batch_size",
-    "activation_offloading", "dataset_num_proc",
+    "activation_offloading", "dataset_num_proc", "rollouts_shown",
 }  # fmt: skip
 _LEARNT_BY = (
     "seed", "data_seed", "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim_args",
