@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.tiny_runs import chat_recipe
 from toolkit import recipes
 from toolkit.errors import printable
+from toolkit.runs.differences import changes
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.show import as_yaml, owner_defaults, show
 
@@ -70,6 +71,18 @@ def test_what_is_shown_is_what_the_stage_gets(stage, monkeypatch):
     config = recipe.stage_config(stage)
     assert set(shown[stage]) > set(recipe.values[stage])
     assert {name: getattr(config, name) for name in shown[stage]} == shown[stage]
+
+
+def test_a_stage_is_reported_under_the_name_of_its_run(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("toolkit.spec.stage.get_available_reporting_integrations", lambda: ["wandb"])
+    told = "  # run_name: chat-ppo  # default: null; set by the toolkit: the run and the stage"
+    reported = chat_recipe(tmp_path, checkpoint, "ppo.report_to=wandb")
+    assert told in show(reported).splitlines() and reported.stage_config("ppo").run_name == "chat-ppo"
+    named = chat_recipe(tmp_path, checkpoint, "ppo.report_to=wandb", "ppo.run_name=mine")
+    assert named.stage_config("ppo").run_name == "mine" and reported.stage_config("reward").run_name is None
+    (tmp_path / "runs" / "chat").mkdir(parents=True)
+    (tmp_path / "runs" / "chat" / "recipe.yaml").write_text(chat_recipe(tmp_path, checkpoint).to_yaml())
+    assert not changes(reported, "ppo", reported.folder)  # what was begun without it goes on
 
 
 def test_what_the_recipe_sets_is_not_set_again(checkpoint, tmp_path):

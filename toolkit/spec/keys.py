@@ -70,6 +70,15 @@ _ELSEWHERE = {
     "quantization_bit": "quantization",
     "adapter_name_or_path": "policy",
     "reward_model": "reward",
+    # GRPO of TRL, OpenRLHF, PaLM-rlhf-pytorch
+    "epsilon": "cliprange",
+    "epsilon_high": "cliprange_high",
+    "eps_clip": "cliprange",
+    "value_clip": "cliprange_value",
+    "max_completion_length": "response_length",
+    "generate_max_len": "response_length",
+    "critic_learning_rate": "value_learning_rate",
+    "num_iterations": "num_ppo_epochs",
 }
 
 # What has to be said of a field beside its name, since theirs is in another unit.

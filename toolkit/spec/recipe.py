@@ -105,7 +105,8 @@ class Recipe:
     def stage_config(self, stage: str, **changes: Any) -> Any:
         """The stage's configuration, an object of its owner's class; `changes` come before what the recipe says."""
         values, folder = {**self.values[stage], **changes}, str(self.stage_folder(stage))
-        return stage_config(stage, values, output_dir=folder, seed=self.seed, precision=self.precision(stage))
+        made_for = {"seed": self.seed, "precision": self.precision(stage), "run": self.run}
+        return stage_config(stage, values, output_dir=folder, **made_for)
 
     @property
     def base_path(self) -> str:

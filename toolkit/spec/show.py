@@ -105,7 +105,7 @@ def show(recipe: Recipe) -> str:
 def _preset_lines(recipe: Recipe, stage: str) -> Iterator[str]:
     defaults = owner_defaults(STAGE_CLASSES[stage])
     model = recipe.plan.stages[stage].model
-    ours = presets(stage, recipe.values[stage], precision=recipe.precision(stage), model=model)
+    ours = presets(stage, recipe.values[stage], precision=recipe.precision(stage), model=model, run=recipe.run)
     for name, preset in ours.items():
         if not _same(preset.value, defaults[name]):
             default = f"default: {as_yaml(defaults[name])}"

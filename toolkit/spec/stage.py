@@ -140,6 +140,11 @@ _NO_STRINGS = Problem(
     "is refused: a response ends with a token, the tokenizer's end of sequence or another of the checkpoint's.",
     remedy="Add a token's id to eos_token_id in its generation_config.json.",
 )
+_NO_GROUPS = Problem(
+    "is refused: each prompt of a batch gets one response. What it is held against is the value role's estimate, not "
+    "the mean score of a group of responses.",
+    remedy="Take it out; more prompts an update: ppo.gradient_accumulation_steps or ppo.rollouts_per_update.",
+)
 _NOT_OFFERED = {
     **dict.fromkeys(("top_k", "top_p", "min_p"), _TRUNCATES),
     "repetition_penalty": Problem(
@@ -148,6 +153,11 @@ _NOT_OFFERED = {
     ),
     "max_new_tokens": Problem("is named response_length, as in TRL."),
     **dict.fromkeys(("stop_strings", "stop"), _NO_STRINGS),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt"), _NO_GROUPS),
+    "use_vllm": Problem(
+        "is refused: the toolkit generates rollouts itself, on the base that all roles share.",
+        remedy="Take it out; what toolkit export writes is for vLLM, and ppo.generation is faster with graphs.",
+    ),
 }
 
 _OF_THE_TOKENIZER = dict.fromkeys(
@@ -299,14 +309,20 @@ class Preset:
     reason: str
 
 
-def presets(stage: str, values: dict[str, Any], *, precision: Precision, model: str = "base") -> dict[str, Preset]:
+def presets(
+    stage: str, values: dict[str, Any], *, precision: Precision, model: str = "base", run: str | None = None
+) -> dict[str, Preset]:
     """The fields of a stage that the toolkit sets, where the section does not.
 
+    The tools of `report_to` show a stage under the name of its `run`, where they would draw one at random.
     Precision follows the `dtype` of the section `model` unless the stage's section says otherwise: TRL's own default is
     bf16 on every card, also on those that have none. transformers refuses bf16 without a GPU unless `use_cpu` says that
     the CPU is meant; here that goes by itself.
     """
     ours: dict[str, Preset] = {}
+    # With a dash: an artifact of Weights & Biases, which is named after it, takes no slash.
+    if run is not None and values.get("report_to", "none") != "none":
+        ours["run_name"] = Preset(f"{run}-{stage}", "the run and the stage")
     if not torch.cuda.is_available():
         ours["use_cpu"] = Preset(True, "no GPU is here")
     reason = f"{model}.dtype is {precision}"
@@ -315,9 +331,11 @@ def presets(stage: str, values: dict[str, Any], *, precision: Precision, model: 
     return {name: preset for name, preset in ours.items() if values.get(name) is None}
 
 
-def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, precision: Precision) -> Any:
+def stage_config(
+    stage: str, values: dict[str, Any], *, output_dir: str, seed: int, precision: Precision, run: str | None = None
+) -> Any:
     """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
-    ours = {name: preset.value for name, preset in presets(stage, values, precision=precision).items()}
+    ours = {name: preset.value for name, preset in presets(stage, values, precision=precision, run=run).items()}
     with trainers_kept():
         made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **{**values, **ours})
         # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active
