@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.runs.test_rewards import save_reward
 from tests.tiny_models import shared_base
-from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llama, texts
+from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, command_here, save_llama, texts
 from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, here, named
 from toolkit.errors import ConfigError, ModelError, RecipeError, ToolkitError
@@ -169,6 +169,11 @@ def test_rates_that_were_measured_beside_other_work_are_told(checkpoint, tmp_pat
         monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
         return [note.text() for note in planner._notes(report) if "busy" in note.text()]
 
+    measured = (REPOSITORY / "docs" / "plan.md").read_text(encoding="utf-8").partition("So with all rows")[2]
+    of_page = set(re.findall(r"\d\.\d", measured.partition("\n\n")[0]))
+    (assumed,) = (note.text() for note in planner._notes(report) if "phases took" in note.text())
+    said = set(re.findall(r"\d\.\d", assumed.partition("phases took")[2]))
+    assert said <= of_page and (min(said), max(said)) == (min(of_page), max(of_page))
     assert told(2.0) == []
     assert told(3.5)[0].startswith("this machine is busy (load 3.5 on 4 cores): the rates measured now vary")
     monkeypatch.setattr(_Planner, "_on_cpu", False)

@@ -144,7 +144,6 @@ def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: 
 
 def make_sft_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> Any:
     """The sft stage: all weights of a random base, or the policy's adapter on a checkpoint."""
-    set_seed(recipe.seed)
     if recipe.base.model is not None:
         return _supervised(recipe, "sft", sft_trainer, placed_roles(recipe, "sft")[0], callbacks)
     with within("base"):
@@ -154,7 +153,6 @@ def make_sft_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> Any:
 
 def make_reward_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> Any:
     """The reward stage: pairs for a head of one output, labelled sequences for classes."""
-    set_seed(recipe.seed)
     own = recipe.plan.stages["reward"].own
     model = placed_roles(recipe, "reward")[0] if own is None else own.classifier(site(recipe))
     return _supervised(recipe, "reward", reward_trainer, model, callbacks)
@@ -270,7 +268,6 @@ def make_ppo_trainer(
     callbacks: Callbacks = (),
 ) -> Any:
     """The ppo stage, by our loop or by TRL's own; a reward and a judge that are given come before the recipe's."""
-    set_seed(recipe.seed)
     config = _for_training(recipe, "ppo")
     roles, pad_tokens = placed_roles(recipe, "ppo")
     prompts = stage_dataset(recipe, "ppo", "prompts", "train")
@@ -310,7 +307,6 @@ def rated_dataset(recipe: Recipe) -> Any:
 
 def make_q_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> QTrainer:
     """The q stage: rated responses to train on, and the recipe's prompts and scorer to measure responses with."""
-    set_seed(recipe.seed)
     config = _for_training(recipe, "q")
     dataset = rated_dataset(recipe)
     roles, pad_tokens = placed_roles(recipe, "q")
@@ -332,4 +328,5 @@ def make_trainer(recipe: Recipe, stage: str, **named: Any) -> Any:
     """The stage's trainer; `named` is what its maker takes."""
     if at(recipe.values, f"{stage}.full_determinism"):  # which cuBLAS reads once, at its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_seed(recipe.seed)
     return MAKERS[stage](recipe, **named)

@@ -291,7 +291,8 @@ class _Planner:
             f" With CUDA graphs {GRAPH_KERNEL * 1e6:.3g} µs replace the Python time, except in drawing each token. "
             "Merged means 16-bit weights with the adapter in them (ppo.generation)."
             if device.graphs
-            else " Measured, phases took 0.8 to 1.9 times what was planned (docs/plan.md)."
+            else " Measured, phases took 0.8 to 1.1 times what was planned, and beside other work up to 1.9 times "
+            "(docs/plan.md)."
         )
         return (
             f"time: for each operator the longer of compute ({rates} TFLOP/s, of which {matmuls:.0%} are reached) and "

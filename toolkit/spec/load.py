@@ -1,6 +1,5 @@
 """Find a recipe, read it, apply overrides, check it."""
 
-import io
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -116,19 +115,16 @@ def _read(path: Path) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
         root = check_yaml(text)
-        values = OmegaConf.load(io.StringIO(text)) if root is None or isinstance(root, yaml.MappingNode) else None
+        values = OmegaConf.create(text) if root is None or isinstance(root, yaml.MappingNode) else None
     except _UNREADABLE as error:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
     if not isinstance(values, DictConfig):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {_kind(root)}.")
+        kind = type(root).__name__.removesuffix("Node").lower()
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {kind}.")
     if empty := next(_empty_stages(root), None):
         wrong = "is empty, which is YAML's null, and null takes a stage away."
         raise RecipeError(str(path), problems=[Problem(wrong, empty, f"Write {empty}: {{}} for its defaults.")])
     return only_keys(values, str(path))
-
-
-def _kind(node: yaml.Node | None) -> str:
-    return type(node).__name__.removesuffix("Node").lower()
 
 
 def _empty_stages(root: yaml.Node | None) -> Iterator[str]:
@@ -143,7 +139,7 @@ def _given(values: Mapping[str, Any]) -> DictConfig:
     try:
         text = to_yaml(dict(values))
         check_yaml(text)
-        return only_keys(OmegaConf.load(io.StringIO(text)), "what was given")
+        return only_keys(OmegaConf.create(text), "what was given")
     except RecipeError:
         raise
     except RepresenterError as error:

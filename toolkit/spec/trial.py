@@ -102,10 +102,7 @@ def _check_optim_args(config: TrainingArguments, layer: nn.Module) -> None:
         return
     if not all(part.count("=") == 1 for part in config.optim_args.split(",")):
         raise ConfigError(f"{config.optim_args!r} is not of the form name=value,name=value.", field="optim_args")
-    without = copy.copy(config)
-    without.optim_args = None
-    (_, given), (_, bare) = (Trainer.get_optimizer_cls_and_kwargs(args, layer) for args in (config, without))
-    if given.keys() == bare.keys() and "params" not in given and given == bare:
+    if _is_same_without("optim_args", None, config, layer):
         wrong = f"{config.optim_args!r} would have no effect on {config.optim.value}."
         raise ConfigError(wrong, field="optim_args", remedy="Remove it.")
 
@@ -113,10 +110,15 @@ def _check_optim_args(config: TrainingArguments, layer: nn.Module) -> None:
 def _check_adam(config: TrainingArguments, layer: nn.Module) -> None:
     """Optimizers that are none of Adam's kind pass over its settings without a word."""
     for one in fields(TrainingArguments):
-        if one.name.startswith("adam_") and (given := getattr(config, one.name)) != one.default:
-            without = copy.copy(config)
-            setattr(without, one.name, one.default)
-            kwargs = [Trainer.get_optimizer_cls_and_kwargs(args, layer)[1] for args in (config, without)]
-            if kwargs[0] == kwargs[1] and "params" not in kwargs[0]:
-                wrong = f"{given} would have no effect on {config.optim.value}."
-                raise ConfigError(wrong, field=one.name, remedy="Remove it.")
+        said = one.name.startswith("adam_") and getattr(config, one.name) != one.default
+        if said and _is_same_without(one.name, one.default, config, layer):
+            wrong = f"{getattr(config, one.name)} would have no effect on {config.optim.value}."
+            raise ConfigError(wrong, field=one.name, remedy="Remove it.")
+
+
+def _is_same_without(name: str, default: Any, config: TrainingArguments, layer: nn.Module) -> bool:
+    """Whether the optimizer is made with the same arguments where a setting has its default."""
+    without = copy.copy(config)
+    setattr(without, name, default)
+    given, bare = (Trainer.get_optimizer_cls_and_kwargs(args, layer)[1] for args in (config, without))
+    return "params" not in given and given == bare
