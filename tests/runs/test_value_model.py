@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, command_here, save_llama, texts
 from toolkit import recipes
 from toolkit.errors import RecipeError
+from toolkit.models import save_role
 from toolkit.runs import build
 from toolkit.runs.check import check
 from toolkit.spec.sources import lora_config
@@ -185,3 +187,23 @@ def test_a_head_starts_as_the_recipe_says(where, tmp_path, checkpoints):
     recipe = made(tmp_path, large, value_head={"init": "zeros"}, scorer=rule, reward=None, **sections)
     roles, _ = build.placed_roles(recipe, "ppo")
     assert not roles.heads["value"].weight.any()
+
+
+@pytest.mark.parametrize("where", ["shared", "separate"])
+def test_a_saved_critic_begins_another_run(where, tmp_path, checkpoints):
+    large, _ = checkpoints
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    rule = {"scorer": {"kind": "function", "function": "builtins:len"}, "reward": None}
+    adapters = {"adapters": {"policy": lora, **({"value": lora} if where == "separate" else {})}}
+    first, _ = build.placed_roles(made(tmp_path, large, ppo={**PPO, "value": where}, **adapters, **rule), "ppo")
+    folder = save_role(first, "value", tmp_path / "value", pad_token_id=2, base_name="tiny")
+    rule |= {"start": {"value": str(folder)}}
+    recipe = made(tmp_path, large, ppo={**PPO, "value": where}, adapters={"policy": lora}, **rule)
+    assert texts(check(recipe)) == ()
+    second, _ = build.placed_roles(recipe, "ppo")
+    assert torch.equal(first.heads["value"].weight, second.heads["value"].weight)
+    assert second.shares_value == (where == "shared")
+    other = {"shared": "separate", "separate": "shared"}[where]
+    (problem,) = texts(check(made(tmp_path, large, ppo={**PPO, "value": other}, adapters={"policy": lora}, **rule)))
+    assert problem.startswith(f"start.value — {folder}: its value role has ")
+    assert problem.endswith(f"and ppo.value is {other}. Set ppo.value={where}.")

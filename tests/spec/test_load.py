@@ -166,7 +166,14 @@ def test_three_mistakes_one_error(tmp_path):
         ({"adapters": {"policy": {"lora_alpha": -1}}}, "adapters.policy.lora_alpha — must be positive, got -1."),
         ({"ppo": {"temperature": 1e-300}}, "ppo.temperature — must be at least 0.0001, got 1e-300"),
         ({"ppo": {"value": "shared"}}, "adapters.value — would have no effect: ppo.value is shared"),
-        ({"ppo": {"value": "shared"}, "start": {"value": "x"}}, "start.value — would have no effect"),
+        (
+            {"ppo": {"value": "shared"}, "start": {"value": "reward"}},
+            "start.value — is reward, an adapter of its own, and with ppo.value: shared the value role has none.",
+        ),
+        (
+            {"ppo": {"value": "shared"}, "start": {"value": "x"}, "value_head": {"bias": True}},
+            "value_head — would have no effect: the head starts as start.value says.",
+        ),
         ({"ppo": {"whiten_rewards": "yes"}}, "ppo.whiten_rewards — true or false is needed, got 'yes'."),
         ({"ppo": []}, "ppo — a section with keys is needed, got []."),
         ({"adapters": {"critic": {"r": 4}, **MINIMAL["adapters"]}}, "adapters.critic — no such role. Known: policy"),

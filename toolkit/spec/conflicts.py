@@ -97,7 +97,7 @@ def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator
     for key in _OF_VALUE if "ppo" in stages else ():
         if at(values, key) is not None and not stages["ppo"].reads_key(key):
             why = "the head starts as start.value says"
-            if isinstance(stages["ppo"].source("value"), SharedWith):
+            if key != "value_head" and isinstance(stages["ppo"].source("value"), SharedWith):
                 why = "ppo.value is shared, so value is a head on the policy's adapter"
             elif key == "adapters.value":
                 why = "the value role starts with the adapter of the reward"

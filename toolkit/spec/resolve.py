@@ -232,7 +232,7 @@ class _Resolver:
 
     def _value(self) -> Source | None:
         if section(self.values, "ppo").get("value", "separate") == "shared":
-            return SharedWith("value", "ppo.value", head=self._value_head())
+            return self._value_head_on_policy()
         if self.key("value_model") is not None:
             return self._value_on_own_base()
         start = self.key("start.value")
@@ -251,6 +251,15 @@ class _Resolver:
             self.problem("adapters.value", wrong, "Add it, or set ppo.value to shared.")
             return None
         return Fresh("value", "adapters.value", lora, self._value_head())
+
+    def _value_head_on_policy(self) -> SharedWith:
+        start = self.key("start.value")
+        if start is None:
+            return SharedWith("value", "ppo.value", head=self._value_head())
+        if start == "reward":
+            wrong = "is reward, an adapter of its own, and with ppo.value: shared the value role has none."
+            self.problem("start.value", wrong, "Remove one of them.")
+        return SharedWith("value", "start.value", start=str(start))
 
     def _value_head(self) -> Values:
         self.key("value_head")

@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.disk import read_object
-from toolkit.errors import RecipeError
+from toolkit.errors import AdapterError, RecipeError
 from toolkit.models import (
     ROLE_FILE,
     ModelSpec,
@@ -141,6 +141,17 @@ class BaseItself(Source):
         return Placed("the base itself")
 
 
+def _check_shares(roles: SharedBase, folder: str, *, shared: bool) -> None:
+    """Raises: AdapterError: a value role that came from a folder is not of the form that ppo.value asks for."""
+    if roles.shares_value == shared:
+        return
+    roles.remove_role("value")
+    has = "an adapter of its own" if shared else "no adapter, but is a head on the policy's"
+    asked, other = ("shared", "separate") if shared else ("separate", "shared")
+    wrong = f"{folder}: its value role has {has}, and ppo.value is {asked}."
+    raise AdapterError(wrong, remedy=f"Set ppo.value={other}.")
+
+
 @dataclass(frozen=True)
 class Saved(Source):
     """A PEFT folder that the recipe names."""
@@ -149,6 +160,8 @@ class Saved(Source):
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
         about = load_role(roles, self.role, self.folder)
+        if self.role == "value":
+            _check_shares(roles, self.folder, shared=False)
         return Placed(f"from {self.folder}{_trained_as(Path(self.folder).expanduser(), self.role)}", about)
 
 
@@ -186,13 +199,18 @@ class CopyOf(Source):
 class SharedWith(Source):
     """A head on the policy's adapter: one forward pass for both."""
 
-    head: Values = field(default_factory=dict)
+    head: Values = field(default_factory=dict)  # of a new one
+    start: str | None = None  # a folder with a saved one
 
     stands_on = "policy"
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
-        roles.add_role(self.role, **self.head)
-        return Placed("a head on the policy's adapter")
+        if self.start is None:
+            roles.add_role(self.role, **self.head)
+            return Placed("a head on the policy's adapter")
+        load_role(roles, self.role, self.start)
+        _check_shares(roles, self.start, shared=True)
+        return Placed(f"a head on the policy's adapter, from {self.start}")
 
 
 @dataclass(frozen=True)
