@@ -472,7 +472,7 @@ def test_what_the_policy_said_goes_on_where_the_reference_is_shown_too(trained, 
     assert asked == [["Hi"], ["Hi", "policy", "And you?"]]
 
 
-OPENED = {"open_run": (("run",), {"runs_dir": Path("runs"), "by_q": True})}
+OPENED = {"open_run": (("run",), {"runs_dir": Path("runs"), "by_q": True, "checkpoint": None})}
 SHORTER = ("ppo.response_length=3", "ppo.min_response_length=1", "ppo.drop_short_responses=false",
            "ppo.short_response_penalty=null")  # fmt: skip
 
@@ -488,9 +488,10 @@ SHORTER = ("ppo.response_length=3", "ppo.min_response_length=1", "ppo.drop_short
             })},
         ),
         (
-            ("generate", "run", "--num-samples=4", "--seed=7", "--temperature=0.5", "--max-new-tokens=3"),
+            ("generate", "run", "--num-samples=4", "--seed=7", "--temperature=0.5", "--max-new-tokens=3",
+             "--checkpoint=2"),
             {
-                "open_run": (("run", "ppo.temperature=0.5", *SHORTER), {"runs_dir": Path("runs")}),
+                "open_run": (("run", "ppo.temperature=0.5", *SHORTER), {"runs_dir": Path("runs"), "checkpoint": 2}),
                 "generate_best": (("open_run",), {
                     "num_samples": 4, "texts": [], "file": None, "number": 5, "seed": 7, "output": None,
                 }),

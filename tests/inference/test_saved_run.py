@@ -12,7 +12,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_runs import chat_recipe, command_here
-from toolkit.errors import AdapterError, RecipeError, ToolkitError
+from toolkit.checkpoints import whole_folder
+from toolkit.errors import AdapterError, CheckpointError, RecipeError, ToolkitError
 from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.export import export_adapter, export_merged
@@ -20,6 +21,8 @@ from toolkit.inference.generate import converse, generate, generate_best, respon
 from toolkit.inference.saved_run import open_run, policy_folder, trained_sampler
 from toolkit.models import load_base
 from toolkit.runs import stages
+from toolkit.runs.longer import drop_evaluation
+from toolkit.runs.owned import begin, delete
 from toolkit.trainers.same_run import of_base
 
 
@@ -86,7 +89,12 @@ def test_an_unfinished_run_is_named_with_what_finishes_it(tmp_path, checkpoint):
     (saved := recipe.stage_folder("ppo") / "checkpoint-1").mkdir()
     said = command_here("chat", "chat", cwd=tmp_path).stderr
     assert "Run that stage of runs/chat/recipe.yaml again with RESUME=1 (--resume)." in said
-    saved.rmdir()
+    assert "checkpoint" not in said  # what is there is none
+    (saved / "trainer_state.json").write_text("{}")
+    assert (
+        "Or use a checkpoint of it, of step 1: --checkpoint step." in command_here("chat", "chat", cwd=tmp_path).stderr
+    )
+    shutil.rmtree(saved)
     (recipe.stage_folder("ppo") / "policy").mkdir(parents=True)
     (recipe.stage_folder("ppo") / "policy" / "adapter_model.safetensors").write_text("x")
     with pytest.raises(RecipeError, match="another run can have start.policy=.*chat/ppo/policy"):
@@ -156,6 +164,79 @@ def test_logits_in_the_run_s_own_precision_are_those_of_plain_peft(trained):
             ours = roles(input_ids=ids).logits.float()
     effect, error = (plain - reference).abs().max(), (ours - plain).abs().max()
     assert error < 0.1 * effect
+
+
+@pytest.fixture
+def stopped(trained, tmp_path, monkeypatch):
+    """The trained run as a stop leaves it: no result, and two checkpoints, of which the first is of no effect."""
+    folder, recipe = trained
+    monkeypatch.chdir(folder)  # where its reward is found
+    there = shutil.copytree(recipe.folder, tmp_path / "runs" / "chat") / "ppo"
+    for step, factor in ((1, 0.0), (2, 1.0)):
+        with whole_folder(there / f"checkpoint-{step}") as aside:
+            shutil.copytree(there / "policy", aside / "policy")
+            weights = aside / "policy" / "adapter_model.safetensors"
+            save_file({name: factor * tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+            (aside / "trainer_state.json").write_text("{}")
+    shutil.rmtree(there / "policy")
+    (there / "result.json").unlink()
+    return partial(open_run, "chat", runs_dir=tmp_path / "runs"), there
+
+
+def test_a_checkpoint_is_used_as_the_run_it_is_of(stopped, trained, tmp_path):
+    opened, ppo = stopped
+    first, second = (opened(checkpoint=step) for step in (1, 2))
+    assert policy_folder(second) == ppo / "checkpoint-2" / "policy"
+    (answer,) = generate(first, texts=["Hi"], max_new_tokens=4, compare=True)
+    assert answer["policy"] == answer["reference"]
+    (best,) = generate_best(first, num_samples=2, texts=["Hi"])
+    assert len(best["candidates"]) == 2
+    exported = load_file(export_adapter(second, tmp_path / "out") / "adapter_model.safetensors")
+    whole = load_file(policy_folder(trained[1]) / "adapter_model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in whole.items())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "seed 0, its checkpoint after 2 updates." in card and "What PPO changed" not in card
+
+
+def test_what_is_measured_of_a_checkpoint_is_beside_what_is_of_the_run(stopped, monkeypatch):
+    opened, ppo = stopped
+    (ppo.parent / "eval").mkdir(exist_ok=True)
+    begin(ppo.parent / "eval")
+    (whole := ppo.parent / "eval" / "result.json").write_text("{}")
+    result = evaluate(opened(checkpoint=1))
+    assert result["checkpoint"] == 1 and result["after"] == pytest.approx(result["before"])
+    monkeypatch.setattr("toolkit.inference.evaluate.measured", lambda _: (result, []))
+    evaluate(opened(checkpoint=1))  # again, over its own
+    of_checkpoint = ppo.parent / "eval" / "checkpoint-1"
+    assert json.loads((of_checkpoint / "result.json").read_text())["checkpoint"] == 1
+    assert whole.read_text() == "{}" and (of_checkpoint / "samples.jsonl").is_file()
+    drop_evaluation(ppo)  # as the stage goes on to its end
+    assert (of_checkpoint / "result.json").is_file() and not whole.exists()
+    delete(ppo.parent / "eval")  # as it begins anew
+    assert not whole.parent.exists()
+
+
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(stopped, trained):
+    opened, ppo = stopped
+    with pytest.raises(RecipeError, match=r'"chat" has no checkpoint of step 7. It has that of step 1 or 2\.$'):
+        opened(checkpoint=7)
+    for words in (("chat",), ("generate",), ("generate", "--num-samples=2"), ("eval",), ("export", "out")):
+        command, *rest = words
+        said = command_here(command, "chat", *rest, "--checkpoint", 7, cwd=ppo.parents[2]).stderr
+        assert said.endswith('"chat" has no checkpoint of step 7. It has that of step 1 or 2.\n'), words
+    with pytest.raises(RecipeError, match="checkpoint of step 7. It has saved none."):
+        open_run("chat", runs_dir=trained[1].runs_dir, checkpoint=7)
+    with pytest.raises(RecipeError, match=r"has not finished.*Or use a checkpoint of it, of step 1 or 2: checkpoint=s"):
+        opened()
+    with pytest.raises(
+        RecipeError, match="which is meant by its own name or path. Its checkpoint is meant by the opti"
+    ):
+        open_run(str(ppo / "checkpoint-1" / "policy"))
+    (ppo / "checkpoint-1" / "policy" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match="checkpoint-1: .*adapter_model.safetensors has 0 bytes.*Take another one"
+    ):
+        opened(checkpoint=1)
 
 
 # ---------------------------------------------------------------------- damaged, or not to be written

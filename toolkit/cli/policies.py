@@ -20,6 +20,10 @@ _OF_TRAINING = (
     "value_head", "seed",
 )  # fmt: skip
 _SETTING = re.compile(rf"({'|'.join(_OF_USE)})(\.\w+)+=.*|({'|'.join(_OF_TRAINING)})(\.\w+)+=\S*")
+Checkpoint = Annotated[
+    int | None,
+    typer.Option(help="Step of a checkpoint of the run, whose policy is meant; its end if not given.", min=0),
+]
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**32 - 1)]
 
 
@@ -69,6 +73,7 @@ def generate(
         typer.Option(help="Sample so many answers and keep the best by the run's reward.", min=1, max=10_000),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write all answers as JSON Lines.")] = None,
+    checkpoint: Checkpoint = None,
     runs_dir: RunsDir = Path("runs"),
     processes: Processes = 1,
 ) -> None:
@@ -81,7 +86,7 @@ def generate(
 
     asked: dict[str, Any] = {"texts": prompts, "file": file, "number": number, "seed": seed, "output": output}
     if num_samples is None:
-        recipe = open_run(run, *overrides, runs_dir=runs_dir, by_q=True)
+        recipe = open_run(run, *overrides, runs_dir=runs_dir, by_q=True, checkpoint=checkpoint)
         asked |= {"compare": compare, "max_new_tokens": max_new_tokens, "temperature": temperature}
         generate.generate(recipe, **asked)
         return
@@ -91,7 +96,8 @@ def generate(
     overrides += [f"ppo.{key}={value}" for key, value in changes.items() if value is not None]
     if max_new_tokens is not None:  # which may be below a minimum that is for training alone
         overrides += ["ppo.min_response_length=1", "ppo.drop_short_responses=false", "ppo.short_response_penalty=null"]
-    generate.generate_best(open_run(run, *overrides, runs_dir=runs_dir), num_samples=num_samples, **asked)
+    recipe = open_run(run, *overrides, runs_dir=runs_dir, checkpoint=checkpoint)
+    generate.generate_best(recipe, num_samples=num_samples, **asked)
 
 
 @command("toolkit chat smollm2_135m_lora --compare --temperature 0.7")
@@ -109,6 +115,7 @@ def chat(
         ),
     ] = None,
     seed: Seed = 0,
+    checkpoint: Checkpoint = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Talk to a trained policy; its words appear as they come."""
@@ -117,7 +124,7 @@ def chat(
     from toolkit.inference.generate import converse
     from toolkit.inference.saved_run import open_run, trained_sampler
 
-    recipe = open_run(run, *_of_use(overrides), runs_dir=runs_dir, by_q=True)
+    recipe = open_run(run, *_of_use(overrides), runs_dir=runs_dir, by_q=True, checkpoint=checkpoint)
     sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature, compare=compare)
     set_seed(seed)
     converse(recipe, sampler, compare=compare)
@@ -125,14 +132,18 @@ def chat(
 
 @command("toolkit eval my-run data.validation=unseen.jsonl", name="eval")
 def evaluate(
-    run: RunName, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), processes: Processes = 1
+    run: RunName,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    runs_dir: RunsDir = Path("runs"),
+    processes: Processes = 1,
 ) -> None:
     """Measure a trained policy, or what Q-learning gave, on held-out prompts: score, KL, lengths, own metrics."""
     join(processes)
     from toolkit.inference import evaluate
     from toolkit.inference.saved_run import open_run
 
-    evaluate.evaluate(open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
+    evaluate.evaluate(open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True, checkpoint=checkpoint))
 
 
 @command("toolkit judge my-run more-kl judge.kind=adapter start.judge=runs/other/reward/reward")
@@ -178,13 +189,14 @@ def export(
     output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
     overrides: Overrides = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base, unquantised.")] = False,
+    checkpoint: Checkpoint = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in base.dtype."""
     from toolkit.inference.export import export_adapter, export_merged
     from toolkit.inference.saved_run import open_run
 
-    recipe = open_run(run, *_of_use(overrides), runs_dir=runs_dir)
+    recipe = open_run(run, *_of_use(overrides), runs_dir=runs_dir, checkpoint=checkpoint)
     if merge:
         folder, said = export_merged(recipe, output)
         print(said)

@@ -41,6 +41,7 @@ def write_card(recipe: Recipe, folder: Path, *, merged: bool) -> None:
         pipeline_tag="text-generation",
         tags=["ppo", "ppo-lora-toolkit"],
     )
+    of_checkpoint = "" if recipe.checkpoint is None else f", its checkpoint after {recipe.checkpoint} updates"
     what = "A checkpoint, made of" if merged else "A LoRA adapter for"
     commit = None if merged else (read_object(folder / CONFIG_NAME) or {}).get("revision")
     revision = f', revision="{commit}"' if commit else ""
@@ -49,7 +50,7 @@ def write_card(recipe: Recipe, folder: Path, *, merged: bool) -> None:
         f"---\n{about.to_yaml()}\n---",
         f"# {folder.resolve().name}",
         f"{what} `{base}`{' and a LoRA adapter' * merged}, trained with PPO by ppo-lora-toolkit: run `{recipe.run}`, "
-        f"recipe `{recipe.name}`, seed {recipe.seed}.",
+        f"recipe `{recipe.name}`, seed {recipe.seed}{of_checkpoint}.",
         f"## Loading\n\n```python\n{load}\n```",
         *_served(recipe, folder, merged=merged),
         *_prompted(recipe),
@@ -79,6 +80,9 @@ def _prompted(recipe: Recipe) -> list[str]:
 
 
 def _changed(recipe: Recipe) -> list[str]:
+    """The figures of the run; they are of its end, and say nothing of a checkpoint."""
+    if recipe.checkpoint is not None:
+        return []
     result = read_result(recipe.stage_folder("ppo"))
     assert result is not None, "only finished runs are opened"
     rows = [f"| {name} | {then:.4f} | {now:.4f} |" for name, (then, now) in figures_shown(result).items()]

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +19,8 @@ from transformers.utils import (
 )
 
 from toolkit import processes
-from toolkit.checkpoints import checkpoint_folders
-from toolkit.errors import RecipeError, ToolkitError, within
+from toolkit.checkpoints import CHECKPOINT, checkpoint_folders, checkpoints_in, problem_of, step_of
+from toolkit.errors import CheckpointError, RecipeError, ToolkitError, within
 from toolkit.reports import read_json, read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
@@ -46,7 +47,9 @@ _BY_THE_BEST = {"metric_for_best_model": "null", "early_stopping_patience": "nul
 _BY_THE_BEST |= {"greater_is_better": "null"}
 
 
-def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
+def open_run(
+    run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False, checkpoint: int | None = None
+) -> Recipe:
     """The recipe of a run whose policy is trained.
 
     Args:
@@ -54,9 +57,11 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         overrides: "section.key=value", for example other held-out prompts.
         runs_dir: folder of all runs.
         by_q: whether a run whose q stage has finished will do, too.
+        checkpoint: step of the one whose policy is meant, of a run that need not have finished; None for its end.
 
     Raises:
-        RecipeError: there is no such run, or its ppo stage has not finished.
+        RecipeError: there is no such run, its ppo stage has not finished, or has no such checkpoint.
+        CheckpointError: the checkpoint is damaged.
     """
     with processes.agreed():
         runs = Path(os.path.expanduser(runs_dir))
@@ -64,29 +69,56 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
         last = last_stage(folder)
-        if last == "q" and not by_q:  # before the overrides, of a section that such a run may not have
+        if last == "q" and not (
+            by_q and checkpoint is None
+        ):  # before the overrides, of a section that such a run may not have
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
             raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
         recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)
         if last not in recipe.plan.stages and read_result(recipe.stage_folder(last)) is not None:
             raise RecipeError("its settings are needed where the run is used.", field=last, remedy="Leave it as it is.")
-        if read_result(recipe.stage_folder(last)) is None:
-            if not {"ppo", "q"}.intersection(recipe.values):
-                raise RecipeError(_without_policy(recipe))
-            by_policy = "ppo" in recipe.values or "q" not in recipe.values
-            last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
-            wrong = f'the run "{folder.name}" has no {what}: its {last} stage has not finished.'
-            stage = recipe.stage_folder(last)
-            ways = ["$resume"] if checkpoint_folders(stage) else []
-            ways += [f"$runs_dir (here {folder.parent})"] if folder.parent != Path("runs") else []
-            remedy = f"Run that stage of {folder / RECIPE_FILE} again{' with ' * bool(ways)}{', and '.join(ways)}."
-            if saved_by_hand(stage):
-                remedy = (
-                    f"Its weights are saved, by a loop of your own: another run can have start.policy={stage}/policy."
-                )
-            raise RecipeError(wrong, remedy=remedy)
-        check_outputs(folder, [*recipe.plan.stages[last].needs, last])
+        if checkpoint is None or "ppo" not in recipe.plan.stages:
+            _check_finished(recipe, last)
+        else:
+            recipe, last = replace(recipe, checkpoint=checkpoint), "ppo"
+            processes.by_main(lambda: _check_checkpoint(recipe))
+        check_outputs(folder, [*recipe.plan.stages[last].needs, *([last] if recipe.checkpoint is None else [])])
     return recipe
+
+
+def _check_finished(recipe: Recipe, last: str) -> None:
+    """Raises: RecipeError: the stage by which the run responds has not finished."""
+    if read_result(recipe.stage_folder(last)) is not None:
+        return
+    if not {"ppo", "q"}.intersection(recipe.values):
+        raise RecipeError(_without_policy(recipe))
+    by_policy = "ppo" in recipe.values or "q" not in recipe.values
+    last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
+    wrong = f'the run "{recipe.run}" has no {what}: its {last} stage has not finished.'
+    stage, runs = recipe.stage_folder(last), recipe.runs_dir
+    ways = ["$resume"] if checkpoint_folders(stage) else []
+    ways += [f"$runs_dir (here {runs})"] if runs != Path("runs") else []
+    remedy = f"Run that stage of {recipe.folder / RECIPE_FILE} again{' with ' * bool(ways)}{', and '.join(ways)}."
+    if saved_by_hand(stage):
+        remedy = f"Its weights are saved, by a loop of your own: another run can have start.policy={stage}/policy."
+    elif by_policy and (saved := checkpoints_in(stage)):
+        remedy += f" Or use a checkpoint of it, of step {_steps(saved)}: $checkpoint."
+    raise RecipeError(wrong, remedy=remedy)
+
+
+def _check_checkpoint(recipe: Recipe) -> None:
+    """Raises: RecipeError: there is no checkpoint of this step. CheckpointError: it is damaged."""
+    folder, saved = policy_folder(recipe).parent, checkpoints_in(recipe.stage_folder("ppo"))
+    if folder not in saved:
+        wrong = f'the run "{recipe.run}" has no checkpoint of step {recipe.checkpoint}.'
+        raise RecipeError(wrong, remedy=f"It has that of step {_steps(saved)}." if saved else "It has saved none.")
+    if problem := problem_of(folder):
+        raise CheckpointError(f"{folder}: {problem}.", remedy="Take another one.")
+
+
+def _steps(checkpoints: list[Path]) -> str:
+    *others, last = (str(step_of(folder)) for folder in checkpoints)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _without_policy(recipe: Recipe) -> str:
@@ -140,8 +172,9 @@ def _attention_here(implementation: str) -> bool:
 
 
 def policy_folder(recipe: Recipe) -> Path:
-    """The trained policy of a run, a PEFT folder."""
-    return recipe.stage_folder("ppo") / "policy"
+    """The trained policy of a run, or of the checkpoint of it that is meant: a PEFT folder."""
+    stage = recipe.stage_folder("ppo")
+    return (stage if recipe.checkpoint is None else stage / f"{CHECKPOINT}{recipe.checkpoint}") / "policy"
 
 
 def trained_sampler(
@@ -165,7 +198,8 @@ def trained_sampler(
     stage = last_stage(recipe.folder)
     role = "q" if stage == "q" else "policy"
     wanted = (role, "reference") if compare or role == "q" else (role,)
-    roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, wanted=wanted)
+    trained = recipe.stage_folder("q") / "q" if role == "q" else policy_folder(recipe)
+    roles, _ = build.placed_roles(recipe, stage, trained=trained, wanted=wanted)
     warn_of_another_base(recipe, roles.causal_lm)
     config = recipe.stage_config(stage)
     length = max_new_tokens or int(config.response_length)

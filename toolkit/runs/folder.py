@@ -54,6 +54,8 @@ def no_such_run(name: str, runs_dir: Path) -> str:
     within = next((run for run in of_runs if there_is.relative_to(run).parts[0] in (*STAGES, EVALUATION)), None)
     if within is not None:
         there = f"That is a folder of the run {within.name}, which is meant by its own name or path."
+        saved = next((one for one in (there_is, *there_is.parents) if one in checkpoint_folders(within / "ppo")), None)
+        there += "" if saved is None else f" Its checkpoint is meant by the option checkpoint, {step_of(saved)}."
     elif not runs_dir.is_dir():
         there = "That folder does not exist yet: make ppo trains a run."
     return f'no run "{name}" in {runs_dir}. {there}'

@@ -30,6 +30,7 @@ class Recipe:
         run: name of the run.
         runs_dir: folder of all runs.
         prompts: of ppo, in place of those of its data; made by `with_prompts`.
+        checkpoint: of a trained run that is used, the step of the one whose policy is meant; None for its end.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Recipe:
     run: str
     runs_dir: Path
     prompts: GivenPrompts | None = field(default=None, compare=False, repr=False)
+    checkpoint: int | None = None
 
     def with_prompts(self, given: Mapping[str, Any]) -> Self:
         """The same recipe with prompts of ppo that are given in Python: `train_dataset`, `eval_dataset`."""
@@ -105,8 +107,8 @@ class Recipe:
     def stage_config(self, stage: str, **changes: Any) -> Any:
         """The stage's configuration, an object of its owner's class; `changes` come before what the recipe says."""
         values, folder = {**self.values[stage], **changes}, str(self.stage_folder(stage))
-        made_for = {"seed": self.seed, "precision": self.precision(stage), "run": self.run}
-        return stage_config(stage, values, output_dir=folder, **made_for)
+        precision = self.precision(stage)
+        return stage_config(stage, values, output_dir=folder, seed=self.seed, precision=precision, run=self.run)
 
     @property
     def base_path(self) -> str:

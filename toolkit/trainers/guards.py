@@ -251,7 +251,8 @@ EVALUATION_GUARDS = (
         lambda errors: errors > 3.0,
         "the judge has fallen from {judge_best:.3f} at update {step_best:.0f} to {judge:.3f}, {value:.1f} standard "
         "errors, and the score has risen from {score_best:.3f} to {score:.3f}.",
-        "Go back to the checkpoint of then, and let metric_for_best_model be judge, with early_stopping_patience.",
+        "Go back to the checkpoint of then (--checkpoint of chat, eval and export), and let metric_for_best_model be "
+        "judge, with early_stopping_patience.",
     ),
 )
 """Of doubling's responses, right and wrong, none is one."""
