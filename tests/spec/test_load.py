@@ -765,6 +765,8 @@ def test_kernels_that_are_not_installed(monkeypatch):
         ({"ppo": {"generate_max_len": 64}}, r"Did you mean response_length\?$"),
         ({"ppo": {"critic_learning_rate": 1e-5}}, r"Did you mean value_learning_rate\?$"),
         ({"ppo": {"num_iterations": 2}}, r"Did you mean num_ppo_epochs\?$"),
+        ({"ppo": {"max_epochs": 2}}, r"Did you mean num_ppo_epochs\?$"),
+        ({"sft": {"max_epochs": 2}}, r"Did you mean num_train_epochs\?$"),
         ({"ppo": {"backward_batch_size": 4}}, "num_mini_batches. It is the batch divided by backward_batch_size."),
     ],
 )

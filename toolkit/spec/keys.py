@@ -70,7 +70,7 @@ _ELSEWHERE = {
     "quantization_bit": "quantization",
     "adapter_name_or_path": "policy",
     "reward_model": "reward",
-    # GRPO of TRL, OpenRLHF, PaLM-rlhf-pytorch
+    # TRL's GRPO, OpenRLHF and PaLM-rlhf-pytorch: docs/coming_from.md
     "epsilon": "cliprange",
     "epsilon_high": "cliprange_high",
     "eps_clip": "cliprange",
@@ -79,6 +79,8 @@ _ELSEWHERE = {
     "generate_max_len": "response_length",
     "critic_learning_rate": "value_learning_rate",
     "num_iterations": "num_ppo_epochs",
+    "max_epochs": "num_ppo_epochs num_train_epochs",
+    "prompt_max_len": "max_prompt_length",
 }
 
 # What has to be said of a field beside its name, since theirs is in another unit.
