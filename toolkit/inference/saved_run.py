@@ -69,9 +69,8 @@ def open_run(
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
         last = last_stage(folder)
-        if last == "q" and not (
-            by_q and checkpoint is None
-        ):  # before the overrides, of a section that such a run may not have
+        # Before the overrides, of a section that such a run may not have.
+        if last == "q" and not (by_q and checkpoint is None):
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
             raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
         recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)

@@ -101,8 +101,8 @@ class DataCheck:
             read = {"q": self._q_stage, "collect": self._collect_stage}.get(stage, partial(self._stage, stage))
             found.append(read())
             if self._state(stage) == _NOT_NEEDED:
-                notes = [Problem(f"{stage} could not run: {problem.text()}") for problem in problems[so_far:]]
-                self.findings.notes += notes
+                what = f"{stage}, which ppo does not need, could not run"
+                self.findings.notes += [Problem(f"{what}: {problem.text()}") for problem in problems[so_far:]]
                 del problems[so_far:]
         return tuple(facts for facts in found if facts is not None)
 

@@ -156,7 +156,7 @@ _NOT_OFFERED = {
     **dict.fromkeys(("num_generations", "n_samples_per_prompt"), _NO_GROUPS),
     "use_vllm": Problem(
         "is refused: the toolkit generates rollouts itself, on the base that all roles share.",
-        remedy="Take it out; what toolkit export writes is for vLLM, and ppo.generation is faster with graphs.",
+        remedy="Take it out; on a GPU try ppo.generation: graphs. What toolkit export writes is for vLLM.",
     ),
 }
 
