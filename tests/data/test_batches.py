@@ -10,11 +10,11 @@ from toolkit.data import PlacedDataLoader, data_digest, parts_of, values_of
 ROWS = list(range(11))
 
 
-def loader(replacement=False, workers=0):
+def loader(replacement=False, workers=0, rows=ROWS):
     order = torch.Generator().manual_seed(5)
-    sampler = RandomSampler(ROWS, replacement=replacement, generator=order)
+    sampler = RandomSampler(rows, replacement=replacement, generator=order)
     return PlacedDataLoader(
-        ROWS, generator=order, sampler=sampler, batch_size=3, drop_last=True, collate_fn=list, num_workers=workers
+        rows, generator=order, sampler=sampler, batch_size=3, drop_last=True, collate_fn=list, num_workers=workers
     )
 
 
@@ -48,6 +48,17 @@ def test_a_place_at_the_end_of_a_pass_ends_that_pass_first():
     after = loader()
     after.load_state_dict(between.state_dict())
     assert list(after) == list(between) != []
+
+
+@pytest.mark.parametrize(("replacement", "at", "rows"), [(False, 2, 11), (True, 2, 11), (True, 10, 80)])
+def test_a_pass_that_is_ended_right_after_a_load_is_over(replacement, at, rows):
+    """With replacement torch draws 32 rows at a time: at batch 10 the first of them are not used up."""
+    whole, again = (loader(replacement, rows=list(range(rows))) for _ in range(2))
+    for _ in range(at):
+        whole.next_batch()
+    again.load_state_dict(whole.state_dict())
+    assert again.end_pass() == whole.end_pass() == rows // 3 - at
+    assert [again.next_batch() for _ in range(4)] == [whole.next_batch() for _ in range(4)]
 
 
 @pytest.mark.parametrize("replacement", [False, True])

@@ -147,7 +147,11 @@ class PlacedDataLoader(DataLoader):
 
     def end_pass(self) -> int:
         """Leave the rest of the pass out, and say how many batches: the place is the beginning of the next one."""
-        left, self._pass = len(self) - self._drawn, iter(())
+        left = len(self) - self._drawn
+        if self._to_skip:  # of a place that was loaded: what the batches before it drew is drawn again
+            self._to_skip -= 1
+            next(iter(self))
+        self._pass = iter(())
         self._pass_began, self._drawn = None, 0
         return left
 
@@ -163,35 +167,20 @@ class PlacedDataLoader(DataLoader):
         self._pass_began, self._drawn = state["generator"], state["batches"]
 
     def look(self) -> DataLoader:
-        """A loader of the same rows, for whoever wants to see them: to go through it is a pass that would begin now,
-        and leaves the place where it is."""
-        return _Look(
-            self.dataset,
-            generator=self.generator,
-            sampler=self.sampler,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            collate_fn=self.collate_fn,
-        )
-
-
-class _Look(DataLoader):
-    generator: torch.Generator
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """A loader of the same rows, for whoever wants to see them: whenever it is gone through the pass that would
+        begin when it was made, and the place stays where it is."""
         now = self.generator.get_state()
         batches: list[list[int]] = list(
             DataLoader(
                 range(len(self.dataset)),  # type: ignore[arg-type]
-                sampler=self.sampler,
+                batch_sampler=self.batch_sampler,
                 generator=self.generator,
-                batch_size=self.batch_size,
-                drop_last=self.drop_last,
                 collate_fn=list,
             )
         )
         self.generator.set_state(now)
-        return (self.collate_fn([self.dataset[row] for row in batch]) for batch in batches)
+        own = torch.Generator()  # from which a loader draws a number, sampler or not
+        return DataLoader(self.dataset, batch_sampler=batches, collate_fn=self.collate_fn, generator=own)
 
 
 def data_digest(dataset: Dataset) -> str:
