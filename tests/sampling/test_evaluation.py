@@ -63,7 +63,7 @@ def test_score_and_error_are_of_the_same_mean_where_prompts_repeat_unevenly():
 
 
 def test_the_seed_is_its_own_and_the_caller_s_random_state_stays():
-    measure = evaluator(count_reward(7))
+    measure = evaluator(count_reward(7), metrics=lambda rollout: {"drawn": float(torch.rand(1) < 1)})
     torch.manual_seed(11)
     state = torch.get_rng_state()
     first = measure(dataset(1))

@@ -240,6 +240,11 @@ def test_a_later_accelerator_of_the_process_changes_no_gradient(tmp_path):
         assert ours.train()["grad_norm"] == expected
 
 
+def test_prompts_that_are_set_to_give_tensors_are_measured_as_their_rows(tmp_path):
+    ours, rows = trainer(tmp_path), dataset(2)
+    assert ours.evaluate(rows.with_format("torch")) == ours.evaluate(rows)
+
+
 def test_evaluation_has_its_metrics_and_leaves_the_random_state_alone(tmp_path):
     ours = trainer(tmp_path, eval_do_sample=True)
     ours.metrics = lambda r: {"rows": float(len(r))}

@@ -117,7 +117,7 @@ class Evaluator:
         if self.metrics is None:
             return {}
         try:
-            with processes.alone():  # whatever of ours it calls
+            with kept_random_states(), torch.no_grad(), processes.alone():  # whatever of ours it calls
                 given = dict(self.metrics(rollout))
         except (ToolkitError, MemoryError, torch.OutOfMemoryError):
             raise

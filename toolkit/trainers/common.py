@@ -159,7 +159,6 @@ class SamplingTrainer(RoleTrainer):
         callbacks: as in `Trainer`; the default progress bar is not added if there are any.
     """
 
-    learnt_roles: tuple[str, ...]
     collator_type: type[PromptCollator | RatedCollator]
     rollouts_type: type[RoleRollouts]
     control: Any  # set by transformers' Trainer
@@ -228,6 +227,8 @@ class SamplingTrainer(RoleTrainer):
         def predicted() -> None:
             self.control = handler.on_prediction_step(self.args, self.state, self.control)
 
+        if isinstance(dataset, Dataset):  # a notebook's may be set to give tensors
+            dataset = dataset.with_format(None)
         measure = self.rollouts.evaluator(self._known_reward, self.metrics, self.judge, **decoding)
         return measure(dataset, after_batch=predicted)
 
