@@ -7,9 +7,11 @@ import torch
 from accelerate.state import GradientState
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import RESPONSES, SCORES, count_reward, rollout, same, trainer, weights
+from tests.trainers.resumable import sft_policy
 from toolkit import phases
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError, ToolkitError
 from toolkit.reports import Progress, read_jsonl
@@ -242,6 +244,24 @@ def test_a_reward_computes_as_it_would_by_itself(tmp_path):
         assert torch.equal(ours.score({}, rollout(RESPONSES)), expected)
         assert torch.equal(score_with(each, rollout(RESPONSES)), expected)
     assert seen == [(torch.float32, False, False)] * 4
+
+
+class _BreaksOff(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:training begins anew")
+def test_noise_of_embeddings_ends_with_the_training_that_is_broken_off(tmp_path):
+    made = sft_policy(tmp_path, neftune_noise_alpha=5.0, save_strategy="no", max_steps=1)
+    embeddings, breaks_off = made.model.get_input_embeddings(), _BreaksOff()
+    made.add_callback(breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert not embeddings._forward_hooks and not hasattr(embeddings, "neftune_noise_alpha")
+    made.remove_callback(breaks_off)
+    made.train()
+    assert not embeddings._forward_hooks
 
 
 def test_nothing_more_is_said_of_a_run_that_an_error_ended(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate import Accelerator
 from accelerate.state import GradientState
 from packaging.version import Version
 from torch.optim import SGD
@@ -15,9 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.test_floors import ROOT
 from tests.test_versions import pins
-from tests.trainers.helpers import trainer
-from toolkit.models import Precision
+from tests.trainers.helpers import RESPONSES, SCORES, rollout, trainer
+from tests.trainers.resumable import reward_model_lora, sft_model, sft_policy
+from toolkit.models import Precision, SharedBase
 from toolkit.spec.stage import stage_config
+from toolkit.trainers.q_config import QConfig
+from toolkit.trainers.reward import RewardConfig
 from toolkit.trainers.trainer_internals import READ_FROM, TrainerHooks, take_rates_of_schedule
 
 PUBLIC = ("autocast_smart_context_manager", "create_accelerator_and_postprocess")
@@ -34,7 +38,13 @@ READ_IN_THIS_ORDER = (
     "self._load_rng_state(resume_from_checkpoint)",
 )
 LINES = {
+    Accelerator: (
+        'if getattr(model, "_is_accelerate_prepared", False):',
+        "model._original_forward = model.forward",
+        "model.forward = MethodType(",
+    ),
     transformers.Trainer: (
+        "self.neftune_hook_handle = activate_neftune(",
         "self._tr_loss = torch.tensor(0.0, device=args.device)",
         "self._total_loss_scalar = 0.0",
         "self._globalstep_last_logged = self.state.global_step",
@@ -135,3 +145,35 @@ def test_a_trainer_goes_on_after_settings_and_a_trainer_of_another_precision(bf1
     first.train()
     trainer(tmp_path / "second", bf16=not bf16)
     assert computed_in() is expected and first.evaluate_rollout(first.train_dataset).metrics
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_settings_and_trainers_that_are_made_since_change_nothing_of_what_accelerate_does(bf16, tmp_path):
+    ppo = trainer(tmp_path / "ppo", bf16=bf16, max_steps=3)
+    sft = sft_policy(tmp_path, bf16=bf16, max_steps=1, save_strategy="no")
+    for kind in (trl.SFTConfig, RewardConfig, QConfig):
+        kind(output_dir=str(tmp_path), bf16=not bf16, use_cpu=True, report_to="none")
+        assert ppo.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 1
+    trainer(tmp_path / "second", bf16=not bf16)
+    GradientState().plugin_kwargs = {"num_steps": 4}  # as an Accelerator leaves it that accumulates by itself
+    assert sft.accelerator.mixed_precision == ("bf16" if bf16 else "no")
+    assert sft.accelerator.gradient_accumulation_steps == 1
+    sft.train()
+
+
+@pytest.mark.parametrize("made_of", [sft_model, reward_model_lora], ids=lambda stage: stage.__name__)
+def test_a_model_that_was_trained_in_another_precision_computes_in_its_own(made_of, tmp_path):
+    """accelerate leaves what it puts around the forward pass. The learning rate is 0."""
+    made = made_of(tmp_path, bf16=True, learning_rate=0.0, max_steps=1, save_strategy="no")
+    model, ids = made.model, torch.tensor([[1, 5, 6, 7]])
+
+    def logits():
+        with torch.no_grad():
+            return model.eval()(input_ids=ids).logits
+
+    expected, loss = logits(), made.evaluate()["eval_loss"]
+    with made.wrapped():
+        assert not torch.equal(logits(), expected)  # in bfloat16, as the evaluation was
+    made.train()
+    assert torch.equal(logits(), expected) and made.evaluate()["eval_loss"] == loss
+    assert made_of is reward_model_lora or SharedBase(model)  # refused where its logits are not those of its states

@@ -158,7 +158,8 @@ class ResumableTrainer(BestOfSaved):
         evaluates_first = self.args.eval_on_start
         self.args.eval_on_start = evaluates_first and checkpoint is None  # transformers would at each resumption, too
         try:
-            return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
+            with self.wrapped():
+                return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
         finally:
             self.args.eval_on_start = evaluates_first
             self.remove_callback(guard)
@@ -221,6 +222,7 @@ class ResumableTrainer(BestOfSaved):
                 result = self._run(checkpoint, arguments)
             except BaseException:
                 self.is_in_train = False
+                self.remove_noise()
                 for one in self.callback_handler.callbacks:
                     if isinstance(one, Progress):
                         one.broke_off()

@@ -312,7 +312,7 @@ class DividedSteps(TrainerHooks):
         batches: list[_Part] = []
         self._evaluated = batches
         try:
-            with processes.agreed():
+            with processes.agreed(), self.wrapped():
                 arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
                 output = super().evaluation_loop(own, *arguments)
         finally:

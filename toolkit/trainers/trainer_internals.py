@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
+from transformers.integrations.neftune import deactivate_neftune
 
 from toolkit import processes
 
@@ -25,6 +27,25 @@ def autocast(args: TrainingArguments, device: str, *, cache_enabled: bool | None
     return torch.autocast(device, dtype=dtype, enabled=args.bf16 or args.fp16, cache_enabled=cache_enabled)
 
 
+class StateOfAccelerate:
+    """accelerate's state as it is when this is made, with a trainer: there is one for all trainers of a process."""
+
+    def __init__(self) -> None:
+        states = (state._shared_state for state in (AcceleratorState, PartialState))
+        self._kept = [(state, dict(state)) for state in states]
+        self._accumulation = dict(GradientState().plugin_kwargs)
+
+    def put_back(self) -> None:
+        """Make it the state again, after other trainers, and settings that emptied it."""
+        for state, values in self._kept:
+            state.clear()
+            state.update(values)
+        GradientState().plugin_kwargs = dict(self._accumulation)
+
+
+_WRAPPER = ("forward", "_original_forward", "_is_accelerate_prepared")
+
+
 class TrainerHooks(Trainer):
     """transformers' `Trainer`, its private steps of saving and reading a checkpoint as public hooks of a subclass.
 
@@ -32,6 +53,36 @@ class TrainerHooks(Trainer):
     `load_saved`, the weights that `save_model` wrote, then `load_callbacks`, from `self.state`, then `load_optimizer`,
     with schedule and float16's scaler, then `load_progress`, all else, random states last: reading may draw some.
     """
+
+    _wrapper: dict[str, Any] | None = None
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """This trainer's own, with the state that it was made with."""
+        self._state_with_it.put_back()
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, made: Accelerator) -> None:
+        self._accelerator, self._state_with_it = made, StateOfAccelerate()
+
+    @contextmanager
+    def wrapped(self) -> Iterator[None]:
+        """Inside, the model's forward pass has what accelerate puts around it for this trainer's precision, and never
+        takes off: whoever has the model next would compute in that precision, and not in its own."""
+        own = self.model.__dict__
+        given = {name: own[name] for name in _WRAPPER if name in own}
+        own.update(self._wrapper or {})
+        try:
+            yield
+        finally:
+            self._wrapper = {name: own.pop(name) for name in _WRAPPER if name in own}
+            own.update(given)
+
+    def remove_noise(self) -> None:
+        """NEFTune's, which a training that was broken off has left in the model."""
+        if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
+            deactivate_neftune(self.model, handle, self.accelerator)
 
     def load_best(self) -> None:
         """Put back the weights of the best checkpoint."""
@@ -77,8 +128,7 @@ class TrainerHooks(Trainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """The region of these settings. transformers leaves it to accelerate's wrapper around the forward pass of the
-        whole model, and the forward passes here are of its parts. (accelerate's own is that of the trainer that was
-        made last.)"""
+        whole model, and the forward passes here are of its parts."""
         return autocast(self.args, self.args.device.type, cache_enabled=cache_enabled)
 
     def create_accelerator_and_postprocess(self) -> None:
