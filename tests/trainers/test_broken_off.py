@@ -218,6 +218,16 @@ def test_a_checkpoint_before_the_first_update_is_where_a_run_can_begin(tmp_path)
     assert same(weights(ours), weights(again))
 
 
+def test_roles_learn_though_another_trainer_of_their_base_was_made_since(tmp_path):
+    """Before the optimizer is made, which takes what is trainable, and between two updates."""
+    ours = made(tmp_path)
+    for others in ("reward", "policy"):
+        ours.roles.train_roles(others)  # as a trainer of that role does
+        before = {role: [p.detach().clone() for p in ours.roles.parameters_of(role)] for role in ("policy", "value")}
+        ours.step({}, rollout(RESPONSES), SCORES)
+        assert [role for role in before if same(before[role], ours.roles.parameters_of(role))] == []
+
+
 def test_the_value_role_may_be_left_untrained(tmp_path):
     ours = made(tmp_path, vf_coef=0.0, max_grad_norm=0.0)
     value = [p.detach().clone() for p in ours.roles.parameters_of("value")]

@@ -530,6 +530,19 @@ def test_sft_of_an_adapter_trains_the_policy_alone(checkpointing, tmp_path):
         torch.testing.assert_close(plain(input_ids=ids).logits, base(input_ids=ids).logits, **FP32)
 
 
+def test_a_trainer_trains_its_own_role_though_another_one_was_made_since(tmp_path):
+    base, tokenizer = reward_base(), doubling.tokenizer()
+    base.add_role("policy", lora())
+    settings = {"output_dir": str(tmp_path), "max_steps": 1, "gradient_checkpointing": False, **COMMON}
+    made = {"policy": sft_trainer(SFTConfig(**settings), tokenizer, base, sequences(), callbacks=[])}
+    made["reward"] = reward_trainer(RewardConfig(**settings), tokenizer, base, pairs(), callbacks=[])
+    for role, other in (("policy", "reward"), ("reward", "policy")):
+        before = {name: [p.detach().clone() for p in base.parameters_of(name)] for name in made}
+        made[role].train()
+        assert not all(map(torch.equal, before[role], base.parameters_of(role))), role
+        assert all(map(torch.equal, before[other], base.parameters_of(other))), role
+
+
 def test_the_policys_adapter_stays_in_float32_on_a_quantised_base(tmp_path):
     base = saved_base(tmp_path / "base", "auto", compute="bfloat16", double=True)
     base.add_role("policy", lora())

@@ -2,14 +2,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerCallback, set_seed
 
 from tests.tiny_models import shared_base
-from tests.trainers.helpers import config, count_reward, dataset
+from tests.trainers.helpers import config, count_reward, dataset, trainer
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
 from toolkit.trainers.stock_ppo import _InOurNames, stock_ppo_trainer, stock_rollouts
 
 TRLPPOTrainer = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is the last with PPO").PPOTrainer
+
+
+class Sees(TrainerCallback):
+    def __init__(self, look):
+        self.on_step_end = lambda *_, **__: look()
 
 
 def stock(folder, base=None, tokenizer=None, **changes):
@@ -21,7 +27,7 @@ def test_the_unmodified_trainer_trains_policy_and_value_on_the_shared_base(tmp_p
     base = shared_base()
     before = {n: p.detach().clone() for n, p in base.named_parameters()}
     trainer = stock(tmp_path, base, max_steps=2, num_ppo_epochs=2)
-    assert type(trainer) is TRLPPOTrainer
+    assert isinstance(trainer, TRLPPOTrainer)
     assert trainer.stop_token_id == trainer.processing_class.eos_token_id == 2  # TRL's default never stops
     trainer.train()
     assert trainer.state.global_step == 2
@@ -41,6 +47,33 @@ def test_measuring_takes_nothing_from_trls_loop(tmp_path):
     measured = stock_rollouts(trainer).evaluator(count_reward(7))(dataset(1))
     assert len(measured.rollout) == 4 and before[0] == 2
     assert (trainer.accelerator.gradient_accumulation_steps, trainer.accelerator.mixed_precision) == before
+
+
+def test_trainers_that_are_made_since_change_nothing_of_its_training(tmp_path):
+    """accelerate's accumulation is that of the last one made, and of a shared base what the last one trains."""
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    bases = shared_base(), shared_base()
+    for base in bases:
+        made = stock(tmp_path, base, **changes)
+        if base is bases[1]:
+            trainer(tmp_path / "beside", max_steps=1)
+            base.train_roles("reward")
+        set_seed(0)
+        made.train()
+    for one, other in zip(*(base.named_parameters() for base in bases), strict=True):
+        assert torch.equal(one[1], other[1]), one[0]
+
+
+def test_the_base_has_its_dropout_after_training_without(tmp_path):
+    base = shared_base(architecture="gpt2")
+    dropouts = [one for one in base.modules() if isinstance(one, torch.nn.Dropout)]
+    for one in dropouts:
+        one.p = 0.25
+    made, during = stock(tmp_path, base, max_steps=1), set()
+    made.add_callback(Sees(lambda: during.update(one.p for one in dropouts)))
+    assert dropouts and {one.p for one in dropouts} == {0.25}
+    made.train()
+    assert during == {0.0} and {one.p for one in dropouts} == {0.25}
 
 
 @pytest.mark.parametrize(

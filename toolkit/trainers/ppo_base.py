@@ -142,6 +142,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
                 yield {"params": apart, **group, "weight_decay": 0.0}
 
     def _prepare_training(self) -> None:
+        self.take_over()
         if self._ready:
             return
         if not self.args.rollout_do_sample:

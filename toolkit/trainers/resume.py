@@ -121,6 +121,7 @@ class ResumableTrainer(BestOfSaved):
     """Steps at which this run was resumed."""
 
     roles: Any = None  # the shared base, where a role of one is trained
+    learnt_roles: tuple[str, ...] = ()  # those that training makes trainable
     _trains_on = False  # whether `train()` called again takes up its own state; transformers' makes a new one
     _request = checkpoints.StopRequest()
     _restoring: dict[str, Any]
@@ -202,6 +203,7 @@ class ResumableTrainer(BestOfSaved):
             ToolkitError: accelerate would divide what several processes divide by themselves.
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
+        self.take_over()
         with processes.agreed():  # an error of all is told once
             check_undivided(self.accelerator)
             check_batch(self.args, len(self.train_dataset))
@@ -239,6 +241,11 @@ class ResumableTrainer(BestOfSaved):
             after = f"stopped by {stop.name} after step {step} of {self.state.max_steps}"
             raise RunInterrupted(f"{after}; everything is saved in {self._folder_of(step)}.", stop)
         return result
+
+    def take_over(self) -> None:
+        """What is learnt is made trainable, alone, whichever trainer of the same base was made last."""
+        if self.roles is not None:
+            self.roles.train_roles(*self.learnt_roles)
 
     def _meets(self) -> str:
         if 0 < self.state.max_steps <= self.state.global_step:

@@ -58,7 +58,7 @@ class ScorerTrainer(SupervisedTrainer):
 
     scorer: Any
     """What `read_sequences` reads: `roles` or the classifier."""
-    saved_roles = ("reward",)
+    learnt_roles = saved_roles = ("reward",)
     judged: Sequence[ScoredPair] = ()
     """Held-out pairs as they were last scored."""
 

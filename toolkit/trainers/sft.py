@@ -25,7 +25,7 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
     With `roles` it trains the policy's adapter and saves it as a PEFT folder, else all weights of a model.
     """
 
-    saved_roles = ("policy",)
+    learnt_roles = saved_roles = ("policy",)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -1,12 +1,13 @@
 """The unmodified PPOTrainer of TRL 1.12 on the shared base: parity oracle, and for those who want exactly TRL."""
 
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from toolkit.data import PromptCollator, PromptEncoder
@@ -17,6 +18,7 @@ from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.rollouts import Rollouts
 from toolkit.trainers.self_checks import check_dataset, check_tokenizer
+from toolkit.trainers.trainer_internals import StateOfAccelerate
 from toolkit.trainers.trl_compat import TRLPPOConfig, TRLPPOTrainer
 
 
@@ -59,23 +61,52 @@ def check_trl_loop(args: PPOConfig, processing_class: PreTrainedTokenizerBase, r
         raise ConfigError("loop: trl", problems=problems)
 
 
-def stock_rollouts(trainer: TRLPPOTrainer) -> Rollouts:
+@contextmanager
+def _without_dropout(roles: SharedBase) -> Iterator[None]:
+    """As TRL trains, which would leave the shared base without any for good."""
+    rates = [(one, one.p) for one in roles.modules() if isinstance(one, nn.Dropout)]
+    try:
+        for one, _ in rates:
+            one.p = 0.0
+        yield
+    finally:
+        for one, rate in rates:
+            one.p = rate
+
+
+class StockPPOTrainer(TRLPPOTrainer):
+    """TRL's PPOTrainer as it is, with its own loop, between the models of one shared base."""
+
+    toolkit_args: PPOConfig
+    base_name = ""
+    last_saved: list[str]
+    state_of_accelerate: StateOfAccelerate
+
+    def train(self) -> None:
+        """As TRL's, whatever trainers were made since this one: by theirs the loss would be divided, steps be taken,
+        and other roles be trained."""
+        self.state_of_accelerate.put_back()
+        roles = stock_rollouts(self).roles
+        roles.train_roles("policy", "value")
+        with _without_dropout(roles):
+            super().train()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save what was trained as our trainer would: a PEFT folder a role, and the model card. TRL's own would write
+        the base and all of its adapters into one file, or fail at tied weights."""
+        folder = Path(output_dir or self.args.output_dir)
+        roles, pad_token_id = stock_rollouts(self).roles, self.processing_class.pad_token_id
+        for role in ("policy", "value"):
+            save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=self.base_name)
+        write_model_card(folder, roles, base_name=self.base_name)
+
+
+def stock_rollouts(trainer: StockPPOTrainer) -> Rollouts:
     """What measures the roles of a trainer from `stock_ppo_trainer` in the same way as ours."""
     roles = trainer.accelerator.unwrap_model(trainer.model).policy.base
     # Arguments that were made now would take the state of the trainer's accelerator from it.
     args = trainer.toolkit_args
     return Rollouts(args, trainer.processing_class, roles, precision(args, roles))
-
-
-def save_stock_roles(
-    trainer: TRLPPOTrainer, output_dir: str | None = None, _internal_call: bool = False, *, base_name: str
-) -> None:
-    """Save what TRL's loop has trained as our trainer would: a PEFT folder a role, and the model card."""
-    folder = Path(output_dir or trainer.args.output_dir)
-    roles, pad_token_id = stock_rollouts(trainer).roles, trainer.processing_class.pad_token_id
-    for role in roles.trained_roles:
-        save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=base_name)
-    write_model_card(folder, roles, base_name=base_name)
 
 
 _OUR_NAMES = {
@@ -107,7 +138,7 @@ def stock_ppo_trainer(
     *,
     base_name: str = "",
     callbacks: list[TrainerCallback] | None = None,
-) -> TRLPPOTrainer:
+) -> StockPPOTrainer:
     """TRL's PPOTrainer with a view for each role of one base; its `save_model` saves a PEFT folder a role.
 
     Args:
@@ -121,23 +152,21 @@ def stock_ppo_trainer(
     check_dataset(train_dataset, args.rollout_batch_size)
     check_tokenizer(processing_class, roles)
     roles.train_roles("policy", "value")
-    trainer = TRLPPOTrainer(
-        args=trl_config(args, len(train_dataset)),
-        processing_class=processing_class,
-        model=PolicyView(roles, "policy"),
-        ref_model=PolicyView(roles, "reference"),
-        reward_model=TokenScoreView(roles, "reward"),
-        value_model=TokenScoreView(roles, "value"),
-        train_dataset=train_dataset,
-        # TRL builds a loader over the evaluation set even where it is never read, and None has no length.
-        eval_dataset=train_dataset,
-        data_collator=PromptCollator(processing_class.pad_token_id),
-        callbacks=[_InOurNames(), *(callbacks or ())],
-    )
-    trainer.toolkit_args = args
-    # TRL's own would write the base and all of its adapters into one file, or fail at tied weights. By a proxy: whoever
-    # deletes the trainer has the base's memory back.
-    trainer.save_model = partial(save_stock_roles, weakref.proxy(trainer), base_name=base_name)
+    with _without_dropout(roles):
+        trainer = StockPPOTrainer(
+            args=trl_config(args, len(train_dataset)),
+            processing_class=processing_class,
+            model=PolicyView(roles, "policy"),
+            ref_model=PolicyView(roles, "reference"),
+            reward_model=TokenScoreView(roles, "reward"),
+            value_model=TokenScoreView(roles, "value"),
+            train_dataset=train_dataset,
+            # TRL builds a loader over the evaluation set even where it is never read, and None has no length.
+            eval_dataset=train_dataset,
+            data_collator=PromptCollator(processing_class.pad_token_id),
+            callbacks=[_InOurNames(), *(callbacks or ())],
+        )
+    trainer.toolkit_args, trainer.base_name, trainer.state_of_accelerate = args, base_name, StateOfAccelerate()
     trainer.last_saved = [f"{role}/{ROLE_FILE}" for role in roles.trained_roles]
     in_place_of_progress(trainer, callbacks)
     return trainer
