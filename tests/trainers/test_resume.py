@@ -190,6 +190,38 @@ def test_a_course_that_was_left_is_gone_on_with(tmp_path):
     assert [path.name for path in checkpoint_folders(tmp_path / "a")] == ["checkpoint-2"]
 
 
+def a_step(made):
+    batch = made.dataloader.next_batch()
+    responses = made.generate(batch)
+    made.step(batch, responses, made.score(batch, responses))
+
+
+def test_a_loop_of_ones_own_that_begins_anew_leaves_the_course_of_an_earlier_try(tmp_path):
+    make(ppo, tmp_path).save_checkpoint().rename(tmp_path / "checkpoint-5")
+    made = make(ppo, tmp_path, save_total_limit=1)
+    a_step(made)
+    made.save_checkpoint()
+    assert {path.name for path in tmp_path.glob("*checkpoint-*")} == {"checkpoint-1", "abandoned-checkpoint-5"}
+    assert newest_whole(tmp_path, say=pytest.fail).name == "checkpoint-1"
+
+
+def test_a_loop_of_ones_own_goes_on_in_the_files_of_its_checkpoint(tmp_path):
+    """And `train` after it, with the coefficient that it has set."""
+    make(ppo, tmp_path, max_steps=2, logging_steps=1).train()
+    warned = tmp_path / "warnings.jsonl"
+    warned.write_text('{"step": 2, "text": "of a later update", "remedy": ""}\n')
+    made = make(ppo, tmp_path, max_steps=3, logging_steps=1, save_strategy="no")
+    made.load_checkpoint(tmp_path / "checkpoint-1")
+    assert [row["step"] for row in metrics(tmp_path)] == [1] and warned.read_text() == ""
+    made.kl_coef = 0.2
+    a_step(made)
+    made.log({"mine": 1.0})
+    made.train()
+    first, second, third = metrics(tmp_path)
+    assert first["kl_coef"] == 0.1 and second["mine"] == 1.0
+    assert third["step"] == 3 and third["kl_coef"] == made.kl_coef == 0.2
+
+
 def test_the_best_of_a_course_that_was_left_is_not_what_another_saved_under_its_name(tmp_path):
     left = make(ppo, tmp_path, max_steps=3)
     left.train()

@@ -205,6 +205,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.load_saved(checkpoint)
         self.state = noted
         self.load_callbacks()
+        for one in self._metrics_files:  # `train` does so, too; in a loop of your own it never begins
+            one.cut()
         self.restore_optimizer(checkpoint)
         self.load_progress(checkpoint)
         return state

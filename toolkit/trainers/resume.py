@@ -316,8 +316,10 @@ class ResumableTrainer(BestOfSaved):
         state, folder = self.state, self._folder_of(self.state.global_step)
         stateful = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+        # In a loop of one's own that has read no checkpoint, all that there are lie on another course.
+        goes_on_from = 0 if self._goes_on_from is None and self._saved_at is None else self._goes_on_from
         # Only now is it sure that the run goes another course.
-        with checkpoints.whole_folder(folder, goes_on_from=self._goes_on_from) as aside:
+        with checkpoints.whole_folder(folder, goes_on_from=goes_on_from) as aside:
             self.save_model(str(aside), _internal_call=True)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
             checkpoints.write_state(aside, self._whole_state())
