@@ -254,6 +254,19 @@ def test_modules_that_are_called_as_a_role_are_refused():
         SharedBase(made("bert-generation", **_NO_GROUPS, is_decoder=True))
 
 
+def test_a_model_that_carries_adapters_is_no_base():
+    """A cell that is run again gives one that has roles; PEFT and transformers give others."""
+    used, by_transformers = tiny_model(), tiny_model()
+    base = SharedBase(used)
+    base.add_role("policy", lora())
+    base.train_roles("policy")
+    by_transformers.add_adapter(lora(), "default")
+    for model in (used, by_transformers, get_peft_model(tiny_model(), lora())):
+        with pytest.raises(ModelError, match=r"^a \w+ with adapters on it is given.* Load the model anew.*load_role"):
+            SharedBase(model)
+    assert all(p.requires_grad for p in base.parameters_of("policy"))
+
+
 @pytest.mark.parametrize("kind", ["xlnet", "llama4_text"])
 def test_a_model_without_last_hidden_states_is_refused_in_a_sentence(kind):
     settings = {"xlnet": {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}, "llama4_text": _MOE}[kind]

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BartConfig,
     BitsAndBytesConfig,
     MixtralConfig,
@@ -33,6 +34,7 @@ from toolkit.models import (
     ModelSpec,
     Sequences,
     SharedBase,
+    ValueModel,
     about_other_bits,
     load_base,
     load_model,
@@ -505,9 +507,17 @@ def test_what_is_loaded_of_the_hub_is_of_the_revision_that_is_named(tmp_path, mo
 
 def test_layers_of_4_bits_keep_the_layout_that_has_gradients(checkpoint, monkeypatch):
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)  # on any machine
-    modules = load_base(str(checkpoint), quantization=NF4).modules()
-    layers = [module for module in modules if hasattr(module, "support_avx512bf16_for_cpu")]
-    assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    on_cpu = {"quantization_config": NF4, "dtype": torch.bfloat16, "device_map": {"": "cpu"}}
+    by_hand = AutoModelForCausalLM.from_pretrained(str(checkpoint), **on_cpu)
+    critic = AutoModelForSequenceClassification.from_pretrained(str(checkpoint), num_labels=1, **on_cpu)
+    models = (load_base(str(checkpoint), quantization=NF4), SharedBase(by_hand), ValueModel(critic, lora()))
+    for model in models:
+        layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+        assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
+        assert not any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers)
+    by_hand.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True  # as a pass leaves it
+    with pytest.raises(ModelError, match="4-bit weights were read on this CPU before.* Load the model anew"):
+        SharedBase(by_hand)
 
 
 def test_a_checkpoint_in_4_bits_computes_in_what_is_asked_for_and_is_never_quantised_again(checkpoint, tmp_path):

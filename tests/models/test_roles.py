@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -275,6 +277,20 @@ def test_an_adapter_that_is_refused_halfway_leaves_the_others_training():
     assert not any(p.requires_grad for p in base.parameters_of("reward"))
     base.add_role("judge", LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"]))  # without what was left
     assert all("v_proj" in name for name, _ in base.named_parameters() if ".lora_" in name and ".judge." in name)
+
+
+def test_a_role_whose_trial_breaks_off_is_not_there_by_half(monkeypatch):
+    base = SharedBase(tiny_model())
+    with monkeypatch.context() as broken:
+        broken.setattr(base, "hidden_states", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            base.add_role("policy", lora())
+    assert base.roles == () and not any(".lora_" in name for name, _ in base.named_parameters())
+    # The states of the first trial stay where they are when a model is moved.
+    states, moved = base._states, []
+    base._states = SimpleNamespace(is_meta=False, to=lambda device: moved.append(device) or states)
+    base.add_role("policy", lora())
+    assert moved == [base.device]
 
 
 def test_attention_of_cudnn_is_off_once_there_is_a_model(tmp_path):

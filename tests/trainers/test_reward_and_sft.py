@@ -58,8 +58,11 @@ def test_scalar_reward_learns_pairs_and_saves_a_role(checkpointing, tmp_path):
     args = RewardConfig(
         output_dir=str(tmp_path), max_steps=30, gradient_checkpointing=checkpointing, max_length=None, **COMMON
     )
+    base.head("reward").mean_score, base.head("reward").high_score = 1.0, 2.0
     trainer = reward_trainer(args, tokenizer, base, pairs(), pairs(8), callbacks=[], base_name="tiny")
     assert isinstance(trainer, TRLRewardTrainer) and trainer.base_name == "tiny"
+    level = base.head("reward")
+    assert level.mean_score is None and level.high_score is None  # those were of what it gave before
     head = base.heads["reward"].weight.detach().clone()
     trainer.train()
     assert not torch.equal(head, base.heads["reward"].weight)

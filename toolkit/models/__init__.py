@@ -24,7 +24,7 @@ from toolkit.models.adapters import (
 )
 from toolkit.models.attention import planned_for_cpu
 from toolkit.models.base_checks import check_checkpointing
-from toolkit.models.bits import about_other_bits, check_bits, own_quantization, quantize_outline
+from toolkit.models.bits import about_other_bits, check_bits, keep_layout, own_quantization, quantize_outline
 from toolkit.models.caches import CACHE
 from toolkit.models.classifier import (
     add_lora,

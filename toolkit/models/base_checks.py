@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -18,10 +19,10 @@ from transformers import AttentionInterface, GenerationConfig, LogitsProcessorLi
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.attention import attention_by_rows
-from toolkit.models.bits import check_bits, check_gradients_of_bits
+from toolkit.models.bits import check_bits, check_gradients_of_bits, keep_layout
 from toolkit.models.decoding import RowProcessor, decode
 from toolkit.models.logit_changes import Logits, as_they_are, logits_of
-from toolkit.models.lora import under_adapter
+from toolkit.models.lora import adapted_layers, under_adapter
 from toolkit.models.trials import SUGGESTION, apart_by, ids_of, probe, random_state, tolerance, tried
 
 _ROWS: dict[str, Any] = {"row_lengths": [6, 3], "common_length": 2}
@@ -42,6 +43,14 @@ def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
                 number = isinstance(value, float | int) and not isinstance(value, bool)
                 if number and value and ("drop" in name or "jitter" in name):
                     setattr(owner, name, rate)
+
+
+def check_no_adapters(model: nn.Module) -> None:
+    """Nothing, if a model is without adapters; else a `ModelError`: roles would be read with those off."""
+    if isinstance(model, PeftModel) or adapted_layers(model):
+        wrong = f"a {type(model).__name__} with adapters on it is given, and a base is taken without."
+        remedy = "Load the model anew, once for each base. A saved adapter becomes a role by load_role(base, role, "
+        raise ModelError(wrong, remedy=f"{remedy}folder), or a part of the base by PEFT's merge_and_unload.")
 
 
 def check_base(
@@ -242,7 +251,7 @@ def check_adapter(
     read = partial(hidden_states, *probe(model))
     with tried(model):
         off = read()
-    if not apart_by(off, states) <= tolerance(model):
+    if not apart_by(off, states.to(off.device)) <= tolerance(model):  # it may have moved since
         wrong = "the adapter changes the base, which the other roles share, even where it is switched off."
         raise AdapterError(wrong, remedy="Take plain LoRA.")
     try:
@@ -340,9 +349,10 @@ def _check_finite(model: PreTrainedModel, made: Tensor) -> None:
 def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> Tensor:
     """The last hidden states of a few tokens, the same in training and whatever comes after; else a `ModelError`.
 
-    Switches the model's dropout off.
+    Switches the model's dropout off, and keeps the layout of its 4-bit weights.
     """
     check_gradients_of_bits(getattr(model, "hf_quantizer", None))
+    keep_layout(model)
     # What is tried is what runs. Without `row_lengths` it is what it was, but for whole rows in bfloat16 on a CPU.
     AttentionInterface.register("sdpa", attention_by_rows)
     name = type(model).__name__

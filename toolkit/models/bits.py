@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
@@ -168,6 +169,28 @@ def check_bits(quantization: Any) -> None:
             field="quantization",
             remedy="Load it in 4 bits, or in 16.",
         )
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Keep the 4-bit weights of a model in the layout that has gradients.
+
+    In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks them for a kernel outside autograd, for good: each later
+    backward pass would leave out the base's part of the gradient, with nothing but a warning, or take it of other
+    numbers. A model that is only read may have that layout, which decodes about a quarter faster and is slower in whole
+    forward passes.
+
+    Raises:
+        ModelError: weights are repacked already.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                wrong = (
+                    "the model's 4-bit weights were read on this CPU before, and bitsandbytes has repacked them for "
+                )
+                wrong += "good: what is trained on them would get wrong gradients."
+                raise ModelError(wrong, remedy="Load the model anew, and give it here before it reads anything.")
+            module.support_avx512bf16_for_cpu = False
 
 
 def check_gradients_of_bits(quantizer: Any) -> None:

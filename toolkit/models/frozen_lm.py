@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from toolkit.errors import ModelError
 from toolkit.models.attention import without_cudnn_attention
-from toolkit.models.base_checks import check_base
+from toolkit.models.base_checks import check_base, check_no_adapters
 from toolkit.models.caches import CACHE
 from toolkit.models.copies import base_of, copied, forwards, have_room, unpackable
 from toolkit.models.decoding import decode
@@ -30,12 +30,14 @@ class FrozenLM(nn.Module):
             been measured.
 
     Raises:
-        ModelError: it is not a base on which all else could rely: see `toolkit.models.base_checks`. Or rows are to be
+        ModelError: it is not a base on which all else could rely: see `toolkit.models.base_checks`. Or it has adapters
+            on it already. Or rows are to be
             packed, and it cannot read them so.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, pack_rows: bool | None = None):
         super().__init__()
+        check_no_adapters(causal_lm)
         keep_freed_memory()
         without_cudnn_attention()
         causal_lm.requires_grad_(False)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -29,6 +28,7 @@ from toolkit.errors import ModelError, ToolkitError, did_you_mean
 from toolkit.models.attention import without_cudnn_attention
 from toolkit.models.bits import (
     cast_what_is_not_quantised,
+    keep_layout,
     own_quantization,
     quantising_told,
     quantize_outline,
@@ -165,12 +165,8 @@ def load_with_report(
         cast_what_is_not_quantised(model, arguments["dtype"])
     save_without_prefix(model)
     _check_complete(spec.model, report, kind, trained=trained)
-    # In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks 4-bit weights for a kernel outside autograd, for good:
-    # each later backward pass would leave out the base's part of the gradient, with nothing but a warning. One that is
-    # only read may have the layout, which decodes about a quarter faster and is slower in whole forward passes.
-    for module in model.modules() if not trained else ():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+    if not trained:
+        keep_layout(model)
     return model, not report["missing_keys"]
 
 

@@ -220,7 +220,7 @@ class SharedBase(FrozenLM):
                 if has_head(role) and role in getattr(self.lm_head, "scaling", ()):
                     wrong = f"the {role} role has a head of its own, so that an adapter on lm_head would do nothing."
                     raise AdapterError(wrong, field="target_modules", remedy="Leave that module out.")
-            except AdapterError:
+            except BaseException:  # it would be there untried, and could not be added again
                 self.remove_role(role)
                 raise
 

@@ -120,13 +120,15 @@ def reward_trainer(
 
     Raises:
         DataError: the columns do not fit the head, or a row has more tokens than the model has positions.
-        ModelError: a loss at every token, and the model is no decoder; or gradient checkpointing, and it has none.
+        ModelError: a loss at every token, and the model is no decoder; gradient checkpointing, and it has none; or its
+            4-bit weights are in a layout without gradients.
     """
     roles, pad_token_id = model if isinstance(model, models.SharedBase) else None, processing_class.pad_token_id
     if isinstance(model, models.SharedBase):
         outputs = model.head("reward").out_features
         model.train_roles("reward")
     else:
+        models.keep_layout(model)
         outputs = int(model.config.num_labels)
         if getattr(args, "loss", None) == "token_level":
             models.check_reads_tokens(model)
@@ -152,7 +154,10 @@ def reward_trainer(
     # rows of all batches of a step, and would sum the means.
     trainer.model_accepts_loss_kwargs = False
     trainer.scorer, trainer.roles, trainer.base_name = model, roles, base_name
-    if roles is None:
+    if roles is not None:  # of what it gave before it was trained here
+        head = roles.head("reward")
+        head.mean_score = head.high_score = None
+    else:
         models.train_in_float32(model)  # after TRL, which casts what trains on a quantised base to bfloat16
     trainer.check_positions(model, "Shorten the limits of the data section, or leave longer rows out.")
     in_place_of_progress(trainer, callbacks)
