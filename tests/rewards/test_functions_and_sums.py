@@ -23,6 +23,7 @@ from toolkit.errors import RewardError, RewardStateError
 from toolkit.rewards import (
     DenseScores,
     RemoteReward,
+    RemoteScorer,
     WeightedSum,
     check_reward,
     load_function,
@@ -388,7 +389,7 @@ def test_a_sum_less_the_spread_of_its_parts():
     given = {"a": [1.0, 2.0, 3.0, 4.0], "b": [1.0, 4.0, -3.0, 4.5], "seen": [9.0] * 4, "rule": [50.0, -50.0, 0.0, 9.0]}
     levels = {"a": 0.5, "b": -2.0, "seen": 1.0}
     parts = {name: Rated(levels[name], given[name]) for name in levels} | {"rule": Rated(None, given["rule"])}
-    parts["rule"].class_column = "mood"  # as rewards of classes have, whose level says nothing
+    parts["rule"].scores_class = True  # as rewards of classes have, whose level says nothing
     weights = {"a": 0.25, "b": 0.75, "seen": 0}
     spread = np.std([np.array(given[name]) - levels[name] for name in "ab"], axis=0)
     plain = 0.25 * np.array(given["a"]) + 0.75 * np.array(given["b"]) + np.array(given["rule"])
@@ -435,6 +436,8 @@ def test_a_part_that_fails_is_named():
     with pytest.raises(RewardError, match="^parts.bad: the reward gave nan to the response"):
         score_with(both, rollout(RESPONSES))
     assert both.last_parts == {}
+    with pytest.raises(RewardError, match=r"^parts\.served: a function of a rollout is needed, got RemoteScorer"):
+        WeightedSum({"served": RemoteScorer(url="http://127.0.0.1:9/score")})  # the settings of one
     with pytest.raises(RewardError, match="a sum has no part fin; it has fine"):
         WeightedSum({"fine": lambda r: r.lengths}, {"fin": 2.0})
     with pytest.raises(RewardError, match="a sum needs at least one part"):

@@ -250,6 +250,13 @@ def test_the_score_of_a_class(class_score):
             RewardError, match=f"names the class {value!r}, and the head has 0 to 2 or bad, so-so, good"
         ):
             reward(rollout(mood=["good", "good", value, "bad"]))
+    logits = torch.stack([alone(model, tokenizer, text) for text in CONVERSATIONS])
+    outputs = torch.log_softmax(logits, 1) if class_score == "logprob" else logits
+    for wanted in ("good", 2, "2"):
+        always = RewardModel(model, tokenizer, wanted_class=wanted, class_score=class_score)
+        torch.testing.assert_close(score_with(always, rollout()), outputs[:, 2], **FP32)
+    with pytest.raises(RewardError, match="^wanted_class: the class 3 is wanted, and the head has 0 to 2 or bad"):
+        RewardModel(model, tokenizer, wanted_class=3)
 
 
 def test_what_does_not_fit_the_model():

@@ -63,6 +63,8 @@ def test_class_scores_are_log_probabilities_of_the_named_class():
             logits = sequence_logits(base, ids, torch.ones_like(ids), pad_token_id=0)[0]
         assert scores[row].item() == pytest.approx(torch.log_softmax(logits, -1)[wanted].item(), rel=1e-4)
     assert (scores <= 0).all()
+    always = RewardAdapter(base, pad_token_id=0, eos_token_id=2, wanted_class=0)(batch)
+    assert torch.equal(always[[0, 3]], scores[[0, 3]]) and not torch.equal(always, scores)
 
 
 def test_head_and_class_column_must_fit():
@@ -70,6 +72,8 @@ def test_head_and_class_column_must_fit():
         RewardAdapter(shared_base(labels=3), pad_token_id=0, eos_token_id=2)
     with pytest.raises(RewardError, match=r"has 1 output\(s\) and class_column is 'style'"):
         RewardAdapter(shared_base(), pad_token_id=0, eos_token_id=2, class_column="style")
+    with pytest.raises(RewardError, match=r"^wanted_class: the reward head has 1 output\(s\) and wanted_class is 0"):
+        RewardAdapter(shared_base(), pad_token_id=0, eos_token_id=2, wanted_class=0)
     reward = RewardAdapter(shared_base(labels=3), pad_token_id=0, eos_token_id=2, class_column="style")
     with pytest.raises(RewardError, match='no column "style"; present: number'):
         reward(rollout(RESPONSES))

@@ -40,7 +40,7 @@ from toolkit.rewards.model import ModelScorer
 from toolkit.runs import build, stages
 from toolkit.runs.check import check
 from toolkit.spec.load import with_reward_files
-from toolkit.spec.plan import adapter_roles
+from toolkit.spec.plan import adapter_roles, same_rewards
 from toolkit.spec.validate import check_recipe, check_scorer
 
 REMOTE = {"kind": "remote", "url": "http://127.0.0.1:1/"}
@@ -78,7 +78,12 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         ),
         ({**REMOTE, "ur": "x"}, "scorer.ur — kind: remote has no such field. Did you mean url?"),
         ({**REMOTE, "weight": 2}, "scorer.weight — kind: remote has no such field."),
-        ({"class_score": "logit"}, "scorer.class_score — would have no effect: class_column, which names the wanted"),
+        ({"class_score": "logit"}, "scorer.class_score — would have no effect: class_column or wanted_class, which"),
+        (
+            {"class_column": "c", "wanted_class": 0},
+            "scorer.wanted_class — would have no effect: class_column names the wanted class of each row. Remove one",
+        ),
+        ({"wanted_class": True}, "scorer.wanted_class — text or a whole number or null is needed, got True."),
         (
             {"kind": "model", "model": "m", "reads": "response", "prompt_column": "p"},
             "scorer.prompt_column — would have no effect: the response alone is read.",
@@ -118,6 +123,10 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         ),
         (
             {"kind": "sum", "parts": {"a": {}, "b": {"adapter": "x", "class_column": "c"}}, "spread_coef": 1.0},
+            "scorer.spread_coef — would have no effect: a spread needs two or more parts with a weight that were",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": {}, "b": {"adapter": "x", "wanted_class": 0}}, "spread_coef": 1.0},
             "scorer.spread_coef — would have no effect: a spread needs two or more parts with a weight that were",
         ),
         (
@@ -170,6 +179,12 @@ def test_problems(scorer, message, tmp_path):
     with pytest.raises(RecipeError) as error:
         load_changed(tmp_path, scorer=scorer)
     assert message in str(error.value) and "sk-123" not in str(error.value)
+
+
+def test_two_classes_of_a_model_are_two_rewards():
+    for named in ({"wanted_class": 0}, {"class_column": "mood"}):
+        parts = {"a": {"kind": "model", "model": "m"}, "b": {"kind": "model", "model": "m", **named}}
+        assert same_rewards({"scorer": {"kind": "sum", "parts": parts}}, "scorer", "start.reward") == []
 
 
 def test_which_scorers_read_the_reward_role(tmp_path):
@@ -250,6 +265,10 @@ def test_a_check_of_each_kind(checkpoint, classifiers, questions, tmp_path, monk
     rule = {"kind": "function", "function": "rule.py:rule"}
     assert problems(one=model) == problems(two=classes) == problems(rule=rule) == problems(server=REMOTE) == ()
     assert problems(a=model, b={**classes, "weight": 0.5}, c=rule, d=REMOTE) == ()
+    always = {**model, "model": str(classifiers / "two"), "wanted_class": "LABEL_1"}
+    assert problems(one=always) == ()
+    (found,) = problems(one={**always, "wanted_class": 2})
+    assert found == "scorer.wanted_class — the class 2 is wanted, and the head has 0 to 1 or LABEL_0, LABEL_1."
 
     for settings, key, message in (
         ({"model": "no/where"}, "model", 'no checkpoint could be loaded from the folder or hub id "no/where"'),

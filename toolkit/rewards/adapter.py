@@ -117,7 +117,7 @@ class RewardAdapter(ClassScorer):
     `pad_token_id` and `eos_token_id` are those that the head was trained with, `batch_size` responses go through a
     forward pass. With `closing` responses that ended have these tokens in place of their end: `trl.RewardTrainer` reads
     a conversation to the end of its template, which in ChatML is a line break behind the end. Raises: RewardError: a
-    head with several outputs and no column to choose by, or the reverse.
+    head with several outputs and no class to choose, or the reverse.
     """
 
     on_every_process: ClassVar[bool] = True
@@ -130,7 +130,8 @@ class RewardAdapter(ClassScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_outputs(self.base.head(self.role).out_features, whose=f"the {self.role} head")
+        outputs = self.base.head(self.role).out_features
+        self.check_outputs(outputs, classes_of(outputs), whose=f"the {self.role} head")
 
     @cached_property
     def portion(self) -> Portion:

@@ -21,7 +21,7 @@ from toolkit.portion import Portion
 from toolkit.rewards.adapter import logits_of
 from toolkit.rewards.base import Reward
 from toolkit.rewards.model_text import Reads, TextScorer, conversation
-from toolkit.rewards.scorer import Classes, ScorerContext, classes_of, problems_of
+from toolkit.rewards.scorer import ScorerContext, named_classes, problems_of
 from toolkit.settings import setting
 
 
@@ -87,7 +87,7 @@ class RewardModel(TextScorer):
                 "the reward model gave a score that is not finite: it computes in float16, which overflows at 65,504."
             )
             raise NotFiniteError(wrong, remedy="If it does so again, set its dtype to float32.")
-        return self.scores_of(logits, rollout, _named_classes(config))
+        return self.scores_of(logits, rollout, named_classes(config))
 
     def texts(self, rollout: Rollout) -> list[tuple[str, ...]]:
         """What is read of each response: one text, or two for a pair.
@@ -198,7 +198,7 @@ class ModelScorer(TextScorer):
         except ToolkitError as error:
             problems += error.problems
         else:
-            outputs, classes = config.num_labels, _named_classes(config)
+            outputs, classes = config.num_labels, named_classes(config)
             template = tokenizer if reads == "conversation" else None
         if Path(self.model).is_dir():
             problems += [Problem(wrong, "model") for wrong in models.weight_file_problems(Path(self.model))]
@@ -263,7 +263,3 @@ class ModelScorer(TextScorer):
         if self.reads == "tokens" and policys is not None:
             models.check_same_tokenizer(str(self.model), policys, **self._code)
         return config, tokenizer, reads
-
-
-def _named_classes(config: PreTrainedConfig) -> Classes:
-    return classes_of(config.num_labels, {str(name): int(number) for number, name in config.id2label.items()})

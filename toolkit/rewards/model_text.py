@@ -10,7 +10,7 @@ from toolkit.data.chat_template import render
 from toolkit.data.messages import without_empty
 from toolkit.errors import ColumnError, Problem, RewardError
 from toolkit.models import positions_of
-from toolkit.rewards.scorer import ClassScorer, Prompts, ScorerContext, at_row
+from toolkit.rewards.scorer import ClassScorer, Prompts, ScorerContext, at_row, named_classes
 from toolkit.settings import AT_LEAST_1, setting
 
 Reads = Literal["conversation", "text", "pair", "response", "tokens"]
@@ -112,10 +112,10 @@ class TextScorer(ClassScorer):
         None.
 
         Raises:
-            RewardError: outputs that do not fit `class_column`, a conversation without a chat template, or more tokens
-                than the model takes.
+            RewardError: outputs that do not fit `class_column` or `wanted_class`, a conversation without a chat
+                template, or more tokens than the model takes.
         """
-        self.check_outputs(config.num_labels, whose=whose)
+        self.check_outputs(config.num_labels, named_classes(config), whose=whose)
         if self.reads == "conversation" and tokenizer.chat_template is None:
             wrong = "conversation needs a chat template, and the model's tokenizer has none."
             raise RewardError(wrong, field="reads", remedy="Use text, pair or response.")

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.data import Rollout
 from toolkit.errors import ColumnError, DataError, Problem, RewardError, ToolkitError
@@ -114,15 +114,25 @@ class ClassScorer(Scorer):
     """The settings of a model whose head may have several outputs."""
 
     class_column: str | None = setting(None, "for several outputs, the column that names the wanted class.")
+    wanted_class: str | int | None = setting(
+        None, "for several outputs, the class that every row wants, by its name or number, in place of a column."
+    )
     class_score: Literal["logprob", "logit"] = setting(
         "logprob", "log p(class), which saturates, or its logit, which does not."
     )
 
+    @property
+    def scores_class(self) -> bool:
+        """Whether a score is that of one of several classes."""
+        return self.class_column is not None or self.wanted_class is not None
+
     def conflicts(self) -> Iterator[Problem]:
-        if self.class_score != "logprob" and self.class_column is None:
-            yield Problem(
-                "would have no effect: class_column, which names the wanted class, is missing.", "class_score"
-            )
+        if self.class_score != "logprob" and not self.scores_class:
+            wrong = "would have no effect: class_column or wanted_class, which name the wanted class, is missing."
+            yield Problem(wrong, "class_score")
+        if self.class_column is not None and self.wanted_class is not None:
+            wrong = "would have no effect: class_column names the wanted class of each row."
+            yield Problem(wrong, "wanted_class", "Remove one of the two.")
 
     def check_head(
         self, context: ScorerContext, outputs: int | None, classes: Classes | None, *, whose: str
@@ -130,7 +140,7 @@ class ClassScorer(Scorer):
         """What is wrong with a head of so many outputs, and with the classes that prompts name; None is not known."""
         column, problems = self.class_column, []
         if outputs is not None:
-            problems = problems_of(self.check_outputs, outputs, whose=whose)
+            problems = problems_of(self.check_outputs, outputs, classes, whose=whose)
         if column is None:
             return problems
 
@@ -141,24 +151,32 @@ class ClassScorer(Scorer):
 
         return problems + context.problems_of_prompts(check_rows)
 
-    def check_outputs(self, outputs: int, *, whose: str) -> None:
-        """Raises: RewardError: a head of one output and a column to choose by, or of several and none."""
-        if (outputs == 1) != (self.class_column is None):
+    def check_outputs(self, outputs: int, classes: Classes | None, *, whose: str) -> None:
+        """Raises: RewardError: a head of one output and a class to choose, of several and none, or one without the
+        class that is always wanted, as far as its classes are known."""
+        field = "class_column" if self.wanted_class is None else "wanted_class"
+        if (outputs == 1) == self.scores_class:
             raise RewardError(
-                f"{whose} has {outputs} output(s) and class_column is {self.class_column!r}: "
-                "a score needs one output and no column, classes need the column that names the wanted one.",
-                field="class_column",
+                f"{whose} has {outputs} output(s) and {field} is {getattr(self, field)!r}: a score needs one output "
+                "and neither class_column nor wanted_class; classes need the column that names the wanted one, or "
+                "wanted_class, the one that every row wants.",
+                field=field,
             )
+        if self.wanted_class is not None and classes is not None:
+            self._number(self.wanted_class, classes)
 
     def scores_of(self, logits: Tensor, rollout: Rollout, classes: Classes) -> Tensor:
-        """One score a response, float (B,), of logits (B, C): the only output, or that of the class its row names.
+        """One score a response, float (B,), of logits (B, C): the only output, or that of the wanted class.
 
         Raises: RewardError: a row names no class of the head.
         """
-        if self.class_column is None:
+        if not self.scores_class:
             return logits.squeeze(-1)
-        check_column(self.class_column, list(rollout.columns), field="class_column")
-        wanted = [self._number(value, classes) for value in rollout.columns[self.class_column]]
+        if self.class_column is None:
+            wanted = [self._number(self.wanted_class, classes)] * len(logits)
+        else:
+            check_column(self.class_column, list(rollout.columns), field="class_column")
+            wanted = [self._number(value, classes) for value in rollout.columns[self.class_column]]
         outputs = logits.log_softmax(dim=-1) if self.class_score == "logprob" else logits
         return outputs.gather(1, torch.tensor(wanted).unsqueeze(1)).squeeze(1)
 
@@ -167,6 +185,8 @@ class ClassScorer(Scorer):
             return classes[value]
         names = [name for name, number in classes.items() if isinstance(name, str) and name != str(number)]
         known = f"0 to {max(classes.values())}{' or ' if names else ''}{', '.join(names)}"
+        if self.class_column is None:
+            raise RewardError(f"the class {value!r} is wanted, and the head has {known}.", field="wanted_class")
         wrong = f'column "{self.class_column}" names the class {value!r}, and the head has {known}.'
         raise RewardError(wrong, field="class_column", remedy="Mend that row.")
 
@@ -176,6 +196,11 @@ def classes_of(outputs: int, label_ids: Mapping[str, int] = MappingProxyType({})
     classes: dict[Hashable, int] = {name: number for number in range(outputs) for name in (number, str(number))}
     classes.update(label_ids.items())
     return classes
+
+
+def named_classes(config: PreTrainedConfig) -> Classes:
+    """The outputs of a classifier, also by the names in its configuration."""
+    return classes_of(config.num_labels, {str(name): int(number) for number, name in config.id2label.items()})
 
 
 @contextmanager

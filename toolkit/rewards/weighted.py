@@ -76,15 +76,14 @@ class WeightedSum:
         if unknown := [name for name in weights if name not in parts]:
             raise RewardError(f"a sum has no part {', '.join(unknown)}; it has {', '.join(parts)}.", field="weights")
         for name, part in parts.items():
-            if not isinstance(part, Scorer):
-                check_reward(part, f"parts.{name}")
+            check_reward(part, f"parts.{name}")
         own = {name: part.weight if isinstance(part, Scorer) else 1.0 for name, part in parts.items()}
         self.weights = {name: float(weights.get(name, own[name])) for name in parts}
         self.spread_coef = spread_coef
         self._levels = dict[str, float]()  # of the ensemble
         if spread_coef is not None:
             paid = {name: part for name, part in self.parts.items() if self.weights[name]}
-            of_classes = {name for name, part in paid.items() if getattr(part, "class_column", None) is not None}
+            of_classes = {name for name, part in paid.items() if getattr(part, "scores_class", False)}
             members = [name for name in paid if hasattr(paid[name], "mean_score") and name not in of_classes]
             if wrong := _no_spread(self.parts, members):
                 raise RewardError(wrong, field="spread_coef")
@@ -171,7 +170,7 @@ class SumScorer(Scorer):
     def _members(self) -> dict[str, ClassScorer]:
         """The ensemble: see `WeightedSum`."""
         own = {name: part for name, part in self.parts.items() if part.weight and isinstance(part, ClassScorer)}
-        return {name: part for name, part in own.items() if part.class_column is None}
+        return {name: part for name, part in own.items() if not part.scores_class}
 
     def outlines(self) -> Iterator[PreTrainedModel]:
         for name, part in self.parts.items():

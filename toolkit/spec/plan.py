@@ -131,7 +131,8 @@ def same_rewards(values: Values, place: str, start: str) -> list[tuple[str, str]
     found, seen = list[tuple[str, str]](), dict[str, str]()
     for key, part in scorer_parts(values, place).items():
         kind = part.get("kind", DEFAULT_KIND)
-        if kind not in ("adapter", "model") or part.get("class_column") or part.get("weight") == 0:
+        of_a_class = part.get("class_column") or part.get("wanted_class") is not None
+        if kind not in ("adapter", "model") or of_a_class or part.get("weight") == 0:
             continue
         folder = part.get("model") if kind == "model" else part.get("adapter") or at(values, start)
         reads = kind + (_place(str(folder)) if folder else "")
