@@ -11,6 +11,7 @@ import sys
 import threading
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,16 +187,23 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
     check_function(f"{path}:rule")
     with pytest.raises(RewardError, match=r"cannot be loaded: RuntimeError: was run \(.*rule.py, line 1\)"):
         load_function(f"{path}:rule")
-    path.write_text("def rule(prompts, completions, **named): ...\n")
+    path.write_text("def rule(rollout, other, **named): ...\n")
     for find in (check_function, load_function):
-        with pytest.raises(RewardError, match=r"missing a required argument: 'completions' \(.*rule.py, line 1\)"):
+        with pytest.raises(RewardError, match=r"missing a required argument: 'other' \(.*rule.py, line 1\)"):
             find(f"{path}:rule")
+    # Of GRPO's, some would fail with the first rollout alone.
+    for arguments in ("prompts, completions, **named", "completions, **named", "completions, answer"):
+        path.write_text(f"def rule({arguments}): ...\n")
+        for find in (check_function, load_function):
+            with pytest.raises(RewardError, match=r"TRL's GRPOTrainer does \(.*rule.py, line 1\)\. Wrap it: docs"):
+                find(f"{path}:rule")
     path.write_text("async def rule(rollout, /, *, needed, given=1): ...\n")
     with pytest.raises(RewardError, match="missing a required .*argument: 'needed'"):
         check_function(f"{path}:rule")
     for text in (
         "def rule(rollout, scale=2.0, *, more=1, **named): ...\n",
         "def rule(*rollouts): ...\n",
+        "def rule(completions): ...\n",
         "def rule(a, b): ...\nrule = lambda rollout: a\n",  # what it is shows once it runs
         "def rule(a, b): ...\ndef rule(a): ...\n",
         "import functools\n@functools.cache\ndef rule(a, b): ...\n",
@@ -209,6 +217,29 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
     path.write_text("import no_such_module_here\n")
     with pytest.raises(RewardError, match=r"rule.py cannot be loaded: .*'no_such_module_here' \(.*rule.py, line 1\)"):
         load_function(f"{path}:rule")  # as of its other errors, by file and line
+
+
+def test_a_reward_function_of_grpo_is_wrapped_as_the_page_has_it():
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(lines, made := {})
+    check_reward(made["thinks"], "scorer")
+    batch = replace(rollout(RESPONSES), responses=["<think>a</think>b", "<think>a", "b", "<think></think>"])
+    asked = [[{"role": "user", "content": str(n)}] for n in range(4)]
+    batch.columns.update(prompt=list("abcd"), messages=asked)
+    assert score_with(made["thinks"], batch).tolist() == [1, 0, 0, 1]
+
+    async def seen(prompts, completions, **named):
+        given.append({"prompts": prompts, "completions": completions, **named})
+        return [1.0] * 4
+
+    given, reward = [], made["of_grpo"](seen)
+    for columns in (batch.columns, {"number": [0, 1, 2, 3], "prompt": list("abcd")}, {"number": [0, 1, 2, 3]}):
+        assert score_with(reward, replace(batch, columns=columns)).tolist() == [1] * 4
+    said = [[{"role": "assistant", "content": text}] for text in batch.responses]
+    ways = ((asked, said), (list("abcd"), batch.responses), (batch.prompts, batch.responses))
+    also = {"completion_ids": RESPONSES, "number": [0, 1, 2, 3]}
+    assert given == [{"prompts": prompts, "completions": completions, **also} for prompts, completions in ways]
 
 
 def test_a_file_beside_the_recipe(tmp_path, monkeypatch):

@@ -112,11 +112,21 @@ def of_a_class(name: str, field: str, *, at: str) -> RewardError:
 
 def check_signature(signature: inspect.Signature, field: str, *, at: str | None) -> None:
     """Raises RewardError: what has it, and is defined `at` a place if that is known, does not take a rollout."""
+    place, refused = f" ({at})" if at else "", ""
     try:
         signature.bind(None)
     except TypeError as error:
-        wrong = f"it is called with a rollout, and does not take one: {error}{f' ({at})' if at else ''}."
-        raise RewardError(wrong, field=field) from error
+        refused = str(error)
+    if "completions" in signature.parameters and (refused or _takes_any_keyword(signature)):
+        wrong = f"it is called with a rollout, and takes completions, as a reward of TRL's GRPOTrainer does{place}."
+        raise RewardError(wrong, field=field, remedy='Wrap it: docs/coming_from.md, "Reward functions of GRPO".')
+    if refused:
+        wrong = f"it is called with a rollout, and does not take one: {refused}{place}."
+        raise RewardError(wrong, field=field)
+
+
+def _takes_any_keyword(signature: inspect.Signature) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Scores:
