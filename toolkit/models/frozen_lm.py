@@ -31,8 +31,7 @@ class FrozenLM(nn.Module):
 
     Raises:
         ModelError: it is not a base on which all else could rely: see `toolkit.models.base_checks`. Or it has adapters
-            on it already. Or rows are to be
-            packed, and it cannot read them so.
+            on it already. Or rows are to be packed, and it cannot read them so.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, pack_rows: bool | None = None):

@@ -257,29 +257,14 @@ class PPOTrainer(PPOLoop):
         limit = None if first else self.args.update_kl_limit
         if limit is not None and totals["approx_kl"] > limit:
             return None
-        # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
-        largest = self.args.max_grad_norm or math.inf
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.unscale_(self.optimizer.optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.roles.trained_parameters, largest))
+        norm = self._clip_gradients()
         if math.isfinite(norm):
             totals["grad_norm"] = norm
             if first:
-                learning = self._unchecked_roles & experience.learning_roles(rows)
-                # An adapter's dropout alone can clip all of a mini-batch of a few tokens.
-                clipped = {"policy": totals["clip_fraction"], "value": totals["value_clip_fraction"]}
-                learning -= {role for role, share in clipped.items() if share > 0.9999}
-                self_checks.check_gradients(self.roles, learning)
-                self._unchecked_roles -= learning
-        else:  # a step that is passed over says nothing of the roles: the next one is looked at
-            scale = loss_scale(self.accelerator)
-            if scale is None or scale <= 1:
-                too_many = self.skipped.add(of_the_same=self._passed_over_steps > 0)
-                self._passed_over_steps += 1
-                if too_many:
-                    why = f"the gradient's norm is {norm}"
-                    self.stop_broken(why, rollout=experience.rollout, tensors=experience._asdict())
-            if scale is None:  # else the scaler passes over the step, and lowers its scale
+                self._look_at_gradients(experience, rows, totals)
+        else:  # which says nothing of the roles: the next step is looked at
+            self._note_broken(experience, norm)
+            if self.accelerator.scaler is None:  # which would pass over the step, and lower its scale
                 self.optimizer.zero_grad()
                 return {}
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
@@ -287,6 +272,34 @@ class PPOTrainer(PPOLoop):
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self.optimizer.zero_grad()
         return totals
+
+    def _clip_gradients(self) -> float:
+        """The norm that they had, all together."""
+        # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
+        largest = self.args.max_grad_norm or math.inf
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(self.optimizer.optimizer)
+        return float(torch.nn.utils.clip_grad_norm_(self.roles.trained_parameters, largest))
+
+    def _look_at_gradients(self, experience: Experience, rows: list[int], metrics: dict[str, float]) -> None:
+        """Of each role that has not been seen to learn, and has something to learn from here, none is 0."""
+        learning = self._unchecked_roles & experience.learning_roles(rows)
+        # An adapter's dropout alone can clip all of a mini-batch of a few tokens.
+        clipped = {"policy": metrics["clip_fraction"], "value": metrics["value_clip_fraction"]}
+        learning -= {role for role, share in clipped.items() if share > 0.9999}
+        self_checks.check_gradients(self.roles, learning)
+        self._unchecked_roles -= learning
+
+    def _note_broken(self, experience: Experience, norm: float) -> None:
+        """Count a gradient that is not finite, unless float16's scaler has only to find its scale; too many end it."""
+        scale = loss_scale(self.accelerator)
+        if scale is not None and scale > 1:
+            return
+        too_many = self.skipped.add(of_the_same=self._passed_over_steps > 0)
+        self._passed_over_steps += 1
+        if too_many:
+            why = f"the gradient's norm is {norm}"
+            self.stop_broken(why, rollout=experience.rollout, tensors=experience._asdict())
 
     def _backward_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
         """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch, each process a share of them."""
