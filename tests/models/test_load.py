@@ -516,7 +516,7 @@ def test_layers_of_4_bits_keep_the_layout_that_has_gradients(checkpoint, monkeyp
         assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
         assert not any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers)
     by_hand.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True  # as a pass leaves it
-    with pytest.raises(ModelError, match="4-bit weights were read on this CPU before.* Load the model anew"):
+    with pytest.raises(ModelError, match="repacked its 4-bit weights for good.* Load the model anew"):
         SharedBase(by_hand)
 
 

@@ -185,10 +185,8 @@ def keep_layout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-                wrong = (
-                    "the model has read something on this CPU before, for which bitsandbytes has repacked its 4-bit "
-                )
-                wrong += "weights for good: what is trained on them would get wrong gradients."
+                wrong = "the model has been used on this CPU before, and bitsandbytes has repacked its 4-bit weights "
+                wrong += "for good: what is trained on them would get wrong gradients."
                 raise ModelError(wrong, remedy="Load the model anew, and give it here before it reads anything.")
             module.support_avx512bf16_for_cpu = False
 
