@@ -151,7 +151,8 @@ def test_a_check_finds_what_does_not_fit(checkpoint, tmp_path):
     classes = problems({**OWN, "class_column": "messages"}, dtype="float32", config=config)
     assert classes == (
         "scorer.class_column — the model of section reward_model has 1 output(s) and class_column is "
-        "'messages': a score needs one output and no column, classes need the column that names the wanted one.",
+        "'messages': a score needs one output and no class, classes need the column that names the wanted one, or "
+        "wanted_class for all rows.",
     )
     (missing,) = problems(dtype="float32", model="no/where")
     assert missing.startswith("reward_model.model — no checkpoint could be loaded from")

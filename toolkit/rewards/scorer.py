@@ -158,8 +158,7 @@ class ClassScorer(Scorer):
         if (outputs == 1) == self.scores_class:
             raise RewardError(
                 f"{whose} has {outputs} output(s) and {field} is {getattr(self, field)!r}: a score needs one output "
-                "and neither class_column nor wanted_class; classes need the column that names the wanted one, or "
-                "wanted_class, the one that every row wants.",
+                "and no class, classes need the column that names the wanted one, or wanted_class for all rows.",
                 field=field,
             )
         if self.wanted_class is not None and classes is not None:
