@@ -210,8 +210,7 @@ class FrozenLM(nn.Module):
         try:
             yield
         finally:
-            if was_training:
-                self.train()
+            self.train(was_training)
 
 
 def _is_token(token: Any, rows: int) -> bool:
