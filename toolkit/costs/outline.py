@@ -35,7 +35,6 @@ def take_shape(roles: SharedBase) -> None:
     roles.replace_tensors(form)
     for module, weight in packed.items():
         module.weight = _packed(module, weight)
-        module.support_avx512bf16_for_cpu = False  # as in loading
     with tried(roles.causal_lm):
         roles.fuse_layers()
 
