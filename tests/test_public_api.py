@@ -67,9 +67,9 @@ def test_what_a_trainer_is_asked_for_is_handed_on(monkeypatch):
     recipe, way = recipes.load("doubling"), {"callbacks": [1], "resume": True, "overwrite": True, "from_run": "x"}
     for stage in ("sft", "reward", "q"):
         getattr(recipe, f"{stage}_trainer")(**way)
-    recipe.ppo_trainer(train_dataset=["a"], trainer_class=dict, **way)
+    recipe.ppo_trainer(train_dataset=["a"], trainer_class=PPOTrainer, **way)
     given = {"reward": None, "judge": None, "train_dataset": ["a"], "eval_dataset": None}
-    of_trainer = {**way, "given": {**given, "trainer_class": dict}}
+    of_trainer = {**way, "given": {**given, "trainer_class": PPOTrainer}}
     assert told == [*((stage, way) for stage in ("sft", "reward", "q")), ("ppo", of_trainer)]
     monkeypatch.setattr("toolkit.runs.stages.run", lambda _, stage, **way: (stage, way))
     assert recipe.run_stage("ppo", train_dataset=["a"], **way) == ("ppo", {**way, "given": given})

@@ -26,7 +26,6 @@ IN_PYTHON = {
     "resume": "resume=True",
     "from_run": 'from_run="name"',
     "gpu": 'gpu="4090"',
-    "checkpoint": "checkpoint=step",
 }
 """How the options that a remedy may name as `$run`, `$runs_dir` and so on are written in Python."""
 

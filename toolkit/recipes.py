@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import ConfigError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.rewards import Reward, check_reward
 from toolkit.rewards.base import of_a_library
 from toolkit.runs import stages
@@ -31,6 +31,7 @@ from toolkit.spec.recipe import Recipe as WhatItSays
 from toolkit.spec.shipped import names
 from toolkit.spec.show import show
 from toolkit.spec.validate import check_recipe
+from toolkit.trainers.ppo import PPOTrainer
 
 __all__ = ["Recipe", "check", "find", "load", "names", "plan", "show"]
 
@@ -102,6 +103,10 @@ class Recipe(WhatItSays):
         if trainer_class is not None and by_trl(self.values):
             wrong = "trl is TRL's own loop, so that trainer_class has no effect."
             raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit.")
+        ours = isinstance(trainer_class, type) and issubclass(trainer_class, PPOTrainer)
+        if trainer_class is not None and not ours:
+            wrong = f"a subclass of toolkit.trainers.ppo.PPOTrainer is needed, got {trainer_class!r}."
+            raise ConfigError(wrong, field="trainer_class")
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
         given = {"reward": reward, "judge": judge, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
         given["trainer_class"] = trainer_class

@@ -21,8 +21,6 @@ from toolkit.inference.generate import converse, generate, generate_best, respon
 from toolkit.inference.saved_run import open_run, policy_folder, trained_sampler
 from toolkit.models import load_base
 from toolkit.runs import stages
-from toolkit.runs.longer import drop_evaluation
-from toolkit.runs.owned import begin, delete
 from toolkit.trainers.same_run import of_base
 
 
@@ -92,7 +90,8 @@ def test_an_unfinished_run_is_named_with_what_finishes_it(tmp_path, checkpoint):
     assert "checkpoint" not in said  # what is there is none
     (saved / "trainer_state.json").write_text("{}")
     assert (
-        "Or use a checkpoint of it, of step 1: --checkpoint step." in command_here("chat", "chat", cwd=tmp_path).stderr
+        "Or use a checkpoint of it: chat, generate, eval and export take --checkpoint 1."
+        in command_here("chat", "chat", cwd=tmp_path).stderr
     )
     shutil.rmtree(saved)
     (recipe.stage_folder("ppo") / "policy").mkdir(parents=True)
@@ -198,22 +197,11 @@ def test_a_checkpoint_is_used_as_the_run_it_is_of(stopped, trained, tmp_path):
     assert "seed 0, its checkpoint after 2 updates." in card and "What PPO changed" not in card
 
 
-def test_what_is_measured_of_a_checkpoint_is_beside_what_is_of_the_run(stopped, monkeypatch):
+def test_what_is_measured_of_a_checkpoint_says_so(stopped):
     opened, ppo = stopped
-    (ppo.parent / "eval").mkdir(exist_ok=True)
-    begin(ppo.parent / "eval")
-    (whole := ppo.parent / "eval" / "result.json").write_text("{}")
     result = evaluate(opened(checkpoint=1))
     assert result["checkpoint"] == 1 and result["after"] == pytest.approx(result["before"])
-    monkeypatch.setattr("toolkit.inference.evaluate.measured", lambda _: (result, []))
-    evaluate(opened(checkpoint=1))  # again, over its own
-    of_checkpoint = ppo.parent / "eval" / "checkpoint-1"
-    assert json.loads((of_checkpoint / "result.json").read_text())["checkpoint"] == 1
-    assert whole.read_text() == "{}" and (of_checkpoint / "samples.jsonl").is_file()
-    drop_evaluation(ppo)  # as the stage goes on to its end
-    assert (of_checkpoint / "result.json").is_file() and not whole.exists()
-    delete(ppo.parent / "eval")  # as it begins anew
-    assert not whole.parent.exists()
+    assert json.loads((ppo.parent / "eval" / "result.json").read_text())["checkpoint"] == 1
 
 
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(stopped, trained):
@@ -226,11 +214,9 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(stopped, tra
         assert said.endswith('"chat" has no checkpoint of step 7. It has that of step 1 or 2.\n'), words
     with pytest.raises(RecipeError, match="checkpoint of step 7. It has saved none."):
         open_run("chat", runs_dir=trained[1].runs_dir, checkpoint=7)
-    with pytest.raises(RecipeError, match=r"has not finished.*Or use a checkpoint of it, of step 1 or 2: checkpoint=s"):
+    with pytest.raises(RecipeError, match=r"has not finished.*Or use a checkpoint.* --checkpoint 1 or 2"):
         opened()
-    with pytest.raises(
-        RecipeError, match="which is meant by its own name or path. Its checkpoint is meant by the opti"
-    ):
+    with pytest.raises(RecipeError, match="own name or path. chat, .* take --checkpoint 1, too"):
         open_run(str(ppo / "checkpoint-1" / "policy"))
     (ppo / "checkpoint-1" / "policy" / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(

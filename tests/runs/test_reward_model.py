@@ -73,7 +73,8 @@ SMALL = (
         ),
         (
             {"reward_model": {"model": "m"}, "scorer": OWN, "start": {"value": "reward"}},
-            "adapters.value — would have no effect: the value role starts with the adapter of the reward.",
+            "adapters.value — would have no effect: the value role starts with the adapter of the reward. "
+            "Take it away: adapters.value=null.",
         ),
         (
             {

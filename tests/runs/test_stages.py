@@ -320,6 +320,8 @@ def test_what_is_handed_over_is_taken_as_it_is_now(tmp_path, checkpoint, capsys)
     assert "sft_data: train: 4 demonstrations; 1 left out: 1 × an empty prompt" in capsys.readouterr().out
     write_jsonl(path, [{"prompt": f"Why {i}?", "completion": "So."} for i in range(5)])
     assert len(recipe.sft_trainer(overwrite=True).train_dataset) == 5
+    with pytest.raises(ConfigError, match="trainer_class: a subclass of .*PPOTrainer is needed, got <class 'dict'>"):
+        chat_recipe(tmp_path, checkpoint, reward=None).ppo_trainer(trainer_class=dict)
     reward, mine = Remembering(), type("Mine", (PPOTrainer,), {})
     trainer = chat_recipe(tmp_path, checkpoint, reward=None).ppo_trainer(reward=reward, trainer_class=mine)
     assert trainer.reward is reward and type(trainer) is mine

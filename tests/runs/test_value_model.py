@@ -130,7 +130,7 @@ def test_a_trained_critic_comes_back(tmp_path, checkpoints):
         ),
         (
             {"value_head": {"bias": True}, "start": {"value": "reward"}},
-            "value_head — would have no effect: the head starts as start.value says.",
+            "value_head — would have no effect: the head starts as start.value says. Take it away: value_head=null.",
         ),
     ],
 )

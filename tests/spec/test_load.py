@@ -172,7 +172,7 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         (
             {"ppo": {"value": "shared"}, "start": {"value": "x"}, "value_head": {"bias": True}},
-            "value_head — would have no effect: the head starts as start.value says.",
+            "value_head — would have no effect: the head starts as start.value says. Take it away: value_head=null.",
         ),
         ({"ppo": {"whiten_rewards": "yes"}}, "ppo.whiten_rewards — true or false is needed, got 'yes'."),
         ({"ppo": []}, "ppo — a section with keys is needed, got []."),

@@ -31,7 +31,6 @@ IN_SHELL = {
     "resume": "RESUME=1 (--resume)",
     "from_run": "FROM=run, --from-run run",
     "gpu": "GPU=4090, --gpu 4090",
-    "checkpoint": "--checkpoint step",
 }
 
 _DEBUG = "TOOLKIT_DEBUG"

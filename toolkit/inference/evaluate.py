@@ -12,7 +12,7 @@ from transformers import set_seed
 from toolkit import processes
 from toolkit.checkpoints import step_of
 from toolkit.data import Task, data_digest, values_of
-from toolkit.disk import RESULT_FILE, seal
+from toolkit.disk import RESULT_FILE
 from toolkit.errors import DataError, Problem, RecipeError, ToolkitError, within
 from toolkit.inference.saved_run import not_here, policy_folder
 from toolkit.models import base_digest, load_weights, scores_for
@@ -38,30 +38,24 @@ _SAVED = ("adapters.policy", "adapters.q")  # of what is measured, as the run ha
 
 
 def evaluate(recipe: Recipe) -> dict[str, Any]:
-    """Measure a trained run on its held-out prompts, before and after training, into `eval/result.json`; a checkpoint
-    of it into `eval/checkpoint-<step>/result.json`.
+    """Measure a trained run on its held-out prompts, before and after training, into `eval/result.json`.
 
     Raises:
         RecipeError: another process is at work in the run folder, or a setting of training was given.
     """
-    folder = whole = recipe.stage_folder(EVALUATION)
-    if recipe.checkpoint is not None:
-        folder = whole / policy_folder(recipe).parent.name
+    folder = recipe.stage_folder(EVALUATION)
     with ExitStack() as stack:
         with processes.agreed():
             if processes.is_main():
                 stack.enter_context(at_work(recipe.folder, EVALUATION))
-                for place in dict.fromkeys((whole, folder)):
-                    refuse_others(place)
-                    begin(place)
+                refuse_others(folder)
+                begin(folder)
         result, samples = measured(recipe)
         found, told = as_trained(recipe, result)
         result |= found | ({} if recipe.checkpoint is None else {"checkpoint": recipe.checkpoint})
         try:
             processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
             processes.by_main(lambda: write_result(folder, result))
-            if folder != whole:  # as its own, by which it goes where the other does
-                processes.by_main(lambda: seal(folder, [folder / RESULT_FILE, folder / SAMPLES_FILE]))
         except ToolkitError:  # of a full disk: it may have taken an hour
             for sentence in told:
                 say(sentence)

@@ -69,8 +69,10 @@ def open_run(
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
         last = last_stage(folder)
-        # Before the overrides, of a section that such a run may not have.
-        if last == "q" and not (by_q and checkpoint is None):
+        if last == "q" and checkpoint is not None:
+            wrong = f'the run "{folder.name}" responds by Q-values, and a checkpoint is one of PPO.'
+            raise RecipeError(wrong, remedy="Leave checkpoint out.")
+        if last == "q" and not by_q:  # before the overrides, of a section that such a run may not have
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
             raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
         recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)
@@ -101,7 +103,7 @@ def _check_finished(recipe: Recipe, last: str) -> None:
     if saved_by_hand(stage):
         remedy = f"Its weights are saved, by a loop of your own: another run can have start.policy={stage}/policy."
     elif by_policy and (saved := checkpoints_in(stage)):
-        remedy += f" Or use a checkpoint of it, of step {_steps(saved)}: $checkpoint."
+        remedy += f" Or use a checkpoint of it: chat, generate, eval and export take --checkpoint {_steps(saved)}."
     raise RecipeError(wrong, remedy=remedy)
 
 

@@ -55,7 +55,7 @@ def no_such_run(name: str, runs_dir: Path) -> str:
     if within is not None:
         there = f"That is a folder of the run {within.name}, which is meant by its own name or path."
         saved = next((one for one in (there_is, *there_is.parents) if one in checkpoint_folders(within / "ppo")), None)
-        there += "" if saved is None else f" Its checkpoint is meant by the option checkpoint, {step_of(saved)}."
+        there += "" if saved is None else f" chat, generate, eval and export take --checkpoint {step_of(saved)}, too."
     elif not runs_dir.is_dir():
         there = "That folder does not exist yet: make ppo trains a run."
     return f'no run "{name}" in {runs_dir}. {there}'

@@ -94,13 +94,7 @@ def _as_it_was(run: Path, stage: str) -> None:
 
 def drop_evaluation(folder: Path) -> None:
     """What `eval` measured of a run, where the stage by which it responds is another now: of Q-values beside a trained
-    policy it has measured nothing. What it measured of checkpoints is of this run still."""
+    policy it has measured nothing."""
     beside = folder.name == "q" and (folder.parent / "ppo" / RESULT_FILE).is_file()
     if folder.name in RESPONDING and not beside:
-        evaluation = folder.parent / EVALUATION
-        if not checkpoint_folders(evaluation):
-            owned.delete(evaluation)
-            return
-        for path in owned.written(evaluation):
-            if path.parent == evaluation and path.name != MANIFEST:
-                path.unlink(missing_ok=True)
+        owned.delete(folder.parent / EVALUATION)

@@ -101,4 +101,4 @@ def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator
                 why = "ppo.value is shared, so value is a head on the policy's adapter"
             elif key == "adapters.value":
                 why = "the value role starts with the adapter of the reward"
-            yield Problem(f"would have no effect: {why}.", key)
+            yield Problem(f"would have no effect: {why}.", key, f"Take it away: {key}=null.")

@@ -314,15 +314,19 @@ def presets(
 ) -> dict[str, Preset]:
     """The fields of a stage that the toolkit sets, where the section does not.
 
-    The tools of `report_to` show a stage under the name of its `run`, where they would draw one at random.
+    Weights & Biases and MLflow show a stage under the name of its `run`, where they would draw one at random. (Trackio
+    would go on with an earlier curve of that name.)
+
     Precision follows the `dtype` of the section `model` unless the stage's section says otherwise: TRL's own default is
     bf16 on every card, also on those that have none. transformers refuses bf16 without a GPU unless `use_cpu` says that
     the CPU is meant; here that goes by itself.
     """
     ours: dict[str, Preset] = {}
-    # With a dash: an artifact of Weights & Biases, which is named after it, takes no slash.
-    if run is not None and values.get("report_to", "none") != "none":
-        ours["run_name"] = Preset(f"{run}-{stage}", "the run and the stage")
+    given = values.get("report_to", "none")
+    tools = {given} if isinstance(given, str) else {*(given or ())}
+    if run is not None and tools & {"wandb", "mlflow"} and not tools & {"trackio", "all"}:
+        # An artifact of Weights & Biases, which is named after it, takes neither a slash nor a space.
+        ours["run_name"] = Preset(f"{run}-{stage}".replace(" ", "-"), "the run and the stage")
     if not torch.cuda.is_available():
         ours["use_cpu"] = Preset(True, "no GPU is here")
     reason = f"{model}.dtype is {precision}"
