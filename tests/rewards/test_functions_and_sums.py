@@ -1,5 +1,6 @@
 import asyncio
 import builtins
+import functools
 import importlib
 import inspect
 import json
@@ -204,6 +205,7 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
         "def rule(rollout, scale=2.0, *, more=1, **named): ...\n",
         "def rule(*rollouts): ...\n",
         "def rule(completions): ...\n",
+        "def rule(rollout, completions=None, **named): ...\n",
         "def rule(a, b): ...\nrule = lambda rollout: a\n",  # what it is shows once it runs
         "def rule(a, b): ...\ndef rule(a): ...\n",
         "import functools\n@functools.cache\ndef rule(a, b): ...\n",
@@ -224,6 +226,7 @@ def test_a_reward_function_of_grpo_is_wrapped_as_the_page_has_it():
     (lines,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     exec(lines, made := {})
     check_reward(made["thinks"], "scorer")
+    check_reward(functools.wraps(made["think_format_reward"])(made["thinks"]), "scorer")
     batch = replace(rollout(RESPONSES), responses=["<think>a</think>b", "<think>a", "b", "<think></think>"])
     asked = [[{"role": "user", "content": str(n)}] for n in range(4)]
     batch.columns.update(prompt=list("abcd"), messages=asked)

@@ -24,6 +24,7 @@ from toolkit.data import Rollout
 from toolkit.errors import ModelError, NotFiniteError, RewardError
 from toolkit.models import fast_precision
 from toolkit.rewards import RewardModel, WeightedSum, code_digests, score_with
+from toolkit.rewards.model import ModelScorer
 
 PROMPTS = ["What is 2 + 2?", "Hi!", "Name a colour.", "Why?"]
 RESPONSES = ["Four.", "Hello, how are you today?", "", "Because of the weather, I think."]
@@ -257,6 +258,8 @@ def test_the_score_of_a_class(class_score):
         torch.testing.assert_close(score_with(always, rollout()), outputs[:, 2], **FP32)
     with pytest.raises(RewardError, match="^wanted_class: the class 3 is wanted, and the head has 0 to 2 or bad"):
         RewardModel(model, tokenizer, wanted_class=3)
+    with pytest.raises(RewardError, match="the class 3 is wanted, and the head has 0 to 2"):  # of one that is to come
+        ModelScorer(wanted_class=3).check_outputs(3, None, whose="the model")
 
 
 def test_what_does_not_fit_the_model():

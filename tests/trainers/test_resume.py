@@ -197,10 +197,15 @@ def a_step(made):
 
 
 def test_a_loop_of_ones_own_that_begins_anew_leaves_the_course_of_an_earlier_try(tmp_path):
-    make(ppo, tmp_path).save_checkpoint().rename(tmp_path / "checkpoint-5")
+    before = make(ppo, tmp_path)
+    before.log({"of": "before"})
+    before.save_checkpoint().rename(tmp_path / "checkpoint-5")
     made = make(ppo, tmp_path, save_total_limit=1)
     a_step(made)
-    made.save_checkpoint()
+    made.log({"of": "now"})
+    with pytest.warns(UserWarning, match="checkpoint-5 of an earlier try, and this loop begins anew: .*: load_c"):
+        made.save_checkpoint()
+    assert [row["of"] for row in metrics(tmp_path)] == ["now"]
     assert {path.name for path in tmp_path.glob("*checkpoint-*")} == {"checkpoint-1", "abandoned-checkpoint-5"}
     assert newest_whole(tmp_path, say=pytest.fail).name == "checkpoint-1"
 
@@ -208,14 +213,14 @@ def test_a_loop_of_ones_own_that_begins_anew_leaves_the_course_of_an_earlier_try
 def test_a_loop_of_ones_own_goes_on_in_the_files_of_its_checkpoint(tmp_path):
     """And `train` after it, with the coefficient that it has set."""
     make(ppo, tmp_path, max_steps=2, logging_steps=1).train()
-    warned = tmp_path / "warnings.jsonl"
-    warned.write_text('{"step": 2, "text": "of a later update", "remedy": ""}\n')
     made = make(ppo, tmp_path, max_steps=3, logging_steps=1, save_strategy="no")
     made.load_checkpoint(tmp_path / "checkpoint-1")
-    assert [row["step"] for row in metrics(tmp_path)] == [1] and warned.read_text() == ""
     made.kl_coef = 0.2
     a_step(made)
     made.log({"mine": 1.0})
+    assert len(metrics(tmp_path)) == 3  # whoever goes no further has lost nothing
+    made.save_checkpoint()
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
     made.train()
     first, second, third = metrics(tmp_path)
     assert first["kl_coef"] == 0.1 and second["mine"] == 1.0

@@ -61,11 +61,12 @@ def test_scalar_reward_learns_pairs_and_saves_a_role(checkpointing, tmp_path):
     base.head("reward").mean_score, base.head("reward").high_score = 1.0, 2.0
     trainer = reward_trainer(args, tokenizer, base, pairs(), pairs(8), callbacks=[], base_name="tiny")
     assert isinstance(trainer, TRLRewardTrainer) and trainer.base_name == "tiny"
-    level = base.head("reward")
-    assert level.mean_score is None and level.high_score is None  # those were of what it gave before
+    trainer.evaluate()
+    assert base.head("reward").high_score == 2.0  # nothing is trained yet
     head = base.heads["reward"].weight.detach().clone()
     trainer.train()
     assert not torch.equal(head, base.heads["reward"].weight)
+    assert base.head("reward").mean_score is None and base.head("reward").high_score is None  # of what it gave before
     after = pair_figures(judge_pairs(base, pairs(16), tokenizer, batch_size=8))
     assert after["accuracy"] == 1.0 and after["rows"] == 16 and after["margin"] > 1
     assert after["accuracy_ci"][0] == pytest.approx(0.806, abs=1e-3)  # Wilson, 16 of 16

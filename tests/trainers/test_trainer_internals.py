@@ -156,9 +156,16 @@ def test_settings_and_trainers_that_are_made_since_change_nothing_of_what_accele
         assert ppo.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 1
     trainer(tmp_path / "second", bf16=not bf16)
     GradientState().plugin_kwargs = {"num_steps": 4}  # as an Accelerator leaves it that accumulates by itself
-    assert sft.accelerator.mixed_precision == ("bf16" if bf16 else "no")
-    assert sft.accelerator.gradient_accumulation_steps == 1
+    seen = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            seen.append((sft.accelerator.mixed_precision, sft.accelerator.gradient_accumulation_steps))
+
+    sft.add_callback(Looks())
     sft.train()
+    assert seen == [("bf16" if bf16 else "no", 1)]
+    assert GradientState().plugin_kwargs == {"num_steps": 4}  # which is that one's
 
 
 @pytest.mark.parametrize("made_of", [sft_model, reward_model_lora], ids=lambda stage: stage.__name__)

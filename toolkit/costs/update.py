@@ -25,7 +25,6 @@ from toolkit.trainers.objective import Experience
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.rollouts import Rollouts
-from toolkit.trainers.trainer_internals import StateOfAccelerate
 
 PHASES = ("rollout", "score", "read", "update", "evaluation")
 
@@ -270,8 +269,7 @@ class CountedUpdate:
             kl_coef=args.kl_coef,
             rollouts=Rollouts(args, self.tokenizer, roles, self.autocast),
             compute_loss_context_manager=self.autocast,
-            _accelerator=SimpleNamespace(scaler=None),
-            _state_with_it=StateOfAccelerate(),
+            accelerator=SimpleNamespace(scaler=None),
             _ratio_checked=True,
         )
         per_token, per_row = torch.zeros(rows, self.lengths.response), torch.zeros(rows)

@@ -9,6 +9,7 @@ pass. In return nothing stays behind that an optimizer's step would make stale, 
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class RecordedPass:
         stream = torch.cuda.current_stream(self._place.device)  # a recording that fails would not come back to it
         try:
             # What other threads do meanwhile, as those of a tracker, has no part in it.
-            on = torch.cuda.Stream(self._place.device)  # torch's own is of the card that the first recording was on
+            on = _stream(self._place.device)
             with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=on, capture_error_mode="thread_local"):
                 self._passed = self.model(**self._given, return_dict=True)
         except RuntimeError as error:  # a recording that fails raises again at its end
@@ -162,6 +163,13 @@ class RecordedPass:
             return graph
         # Out of the handler, where nothing holds the frames of the pass: half of the rows are tried next.
         raise torch.OutOfMemoryError(reason)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """By which passes on a card are recorded: torch's own is of the card that was the first, and each further one would
+    keep memory of cuBLAS."""
+    return torch.cuda.Stream(device)
 
 
 def _reason(error: BaseException) -> str:

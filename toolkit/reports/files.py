@@ -132,36 +132,47 @@ class MetricsFile(TrainerCallback, ExportableState):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        self.lines = self._found = count_lines(path)
-        self.earlier = 0  # lines of another course, which go once this one has a checkpoint
+        self.lines = self._found = self._there = count_lines(path)
+        self.earlier = range(0)  # lines of another course, which go once this one has a checkpoint
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"args": {"path": str(self.path)}, "attributes": {"lines": self.lines - self.earlier}}
+        return {"args": {"path": str(self.path)}, "attributes": {"lines": self.lines - len(self.earlier)}}
 
     def cut(self) -> None:
         """Drop what was written after the checkpoint that its number of lines is from."""
-        self.lines = keep_lines(self.path, self.lines)  # a power cut may have left fewer
+        self.lines = self._there = keep_lines(self.path, self.lines)  # a power cut may have left fewer
+        if self.earlier.stop > self.lines:
+            self.earlier = range(0)
+
+    def _leave(self) -> None:
+        """In a loop of your own, what lies behind the checkpoint that was read is of another course."""
+        if self.lines < self._there:
+            self.earlier, self.lines = range(self.lines, self._there), self._there
 
     def begin_anew(self, *, logged_itself: bool) -> None:
         """What there was when this was made, or what it `logged_itself` in training, is of another course."""
-        self.earlier = self.lines if logged_itself else self._found
+        self.earlier = range(self.lines if logged_itself else self._found)
 
     def drop_earlier(self) -> None:
         """Drop the lines of another course."""
+        self._leave()
         if self.earlier:
-            kept = [*islice(_whole_lines(self.path), self.earlier, None)]
+            there = [*_whole_lines(self.path)]
+            kept = there[: self.earlier.start] + there[self.earlier.stop :]
             write_lines(self.path, kept)
-            self.lines, self.earlier, self._found = len(kept), 0, 0
+            self.lines = self._there = len(kept)
+            self.earlier, self._found = range(0), 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.cut()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        self._leave()
         # JSON has no name for what is not finite, as of a step that float16 overflowed in.
         known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in logs.items()}
         append_jsonl(self.path, [{"step": state.global_step, **known}])
-        self.lines += 1
+        self.lines, self._there = self.lines + 1, self._there + 1
 
 
 def write_json(path: Path, value: dict[str, Any]) -> Path:

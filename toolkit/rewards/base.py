@@ -98,7 +98,7 @@ def check_reward(reward: Any, field: str) -> None:
         remedy = "Give RewardModel(model, tokenizer) of toolkit.rewards, or call it in a function of the rollout."
         raise RewardError(wrong, field=field, remedy=remedy)
     try:
-        signature = inspect.signature(reward)
+        signature = inspect.signature(reward, follow_wrapped=False)
     except ValueError:  # some functions of C do not say
         return
     check_signature(signature, field, at=_definition(reward))
@@ -112,12 +112,13 @@ def of_a_class(name: str, field: str, *, at: str) -> RewardError:
 
 def check_signature(signature: inspect.Signature, field: str, *, at: str | None) -> None:
     """Raises RewardError: what has it, and is defined `at` a place if that is known, does not take a rollout."""
-    place, refused = f" ({at})" if at else "", ""
+    place, refused, first = f" ({at})" if at else "", "", ""
     try:
-        signature.bind(None)
+        first = next(iter(signature.bind(None).arguments), "")
     except TypeError as error:
         refused = str(error)
-    if "completions" in signature.parameters and (refused or _takes_any_keyword(signature)):
+    of_trl = first == "completions" and _takes_any_keyword(signature)
+    if of_trl or (refused and "completions" in signature.parameters):
         wrong = f"it is called with a rollout, and takes completions, as a reward of TRL's GRPOTrainer does{place}."
         raise RewardError(wrong, field=field, remedy='Wrap it: docs/coming_from.md, "Reward functions of GRPO".')
     if refused:

@@ -161,8 +161,9 @@ class ClassScorer(Scorer):
                 "and no class, classes need the column that names the wanted one, or wanted_class for all rows.",
                 field=field,
             )
-        if self.wanted_class is not None and classes is not None:
-            self._number(self.wanted_class, classes)
+        known = classes_of(outputs) if classes is None and isinstance(self.wanted_class, int) else classes
+        if self.wanted_class is not None and known is not None:
+            self._number(self.wanted_class, known)
 
     def scores_of(self, logits: Tensor, rollout: Rollout, classes: Classes) -> Tensor:
         """One score a response, float (B,), of logits (B, C): the only output, or that of the wanted class.

@@ -221,14 +221,14 @@ class SamplingTrainer(RoleTrainer):
         Raises:
             DataError: there are no prompts.
         """
+        if isinstance(dataset, Dataset):  # a notebook's may be set to give tensors
+            dataset = dataset.with_format(None)
         handler = self.callback_handler
         handler.eval_dataloader = self.get_eval_dataloader(dataset)
 
         def predicted() -> None:
             self.control = handler.on_prediction_step(self.args, self.state, self.control)
 
-        if isinstance(dataset, Dataset):  # a notebook's may be set to give tensors
-            dataset = dataset.with_format(None)
         measure = self.rollouts.evaluator(self._known_reward, self.metrics, self.judge, **decoding)
         return measure(dataset, after_batch=predicted)
 

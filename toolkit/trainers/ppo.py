@@ -40,7 +40,7 @@ from toolkit.trainers.not_finite import loss_scale
 from toolkit.trainers.objective import Experience, describe, importance_weights, policy_objective, sampler_logprobs
 from toolkit.trainers.ppo_loop import PPOLoop
 from toolkit.trainers.share import own_randomness, own_rows, sum_gradients
-from toolkit.trainers.trainer_internals import forget_unscaled
+from toolkit.trainers.trainer_internals import by_own_accelerate, forget_unscaled
 
 
 class PPOTrainer(PPOLoop):
@@ -161,6 +161,7 @@ class PPOTrainer(PPOLoop):
             with processes.agreed():  # told once
                 raise SelfCheckError(wrong, remedy=remedy)
 
+    @by_own_accelerate
     def _learn(self, rollout: Rollout, scores: Scores, parts: dict[str, Tensor]) -> dict[str, float]:
         """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""
         seen = self.score_shaper.moments

@@ -26,6 +26,7 @@ from toolkit.trainers.objective import ScoreShaper
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.rollouts import Rollouts
 from toolkit.trainers.same_run import of_this_version, trainer_state
+from toolkit.trainers.trainer_internals import by_own_accelerate
 from toolkit.trainers.trl_compat import TRLPPOTrainer
 
 
@@ -141,6 +142,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             if apart:
                 yield {"params": apart, **group, "weight_decay": 0.0}
 
+    @by_own_accelerate
     def _prepare_training(self) -> None:
         self.take_over()
         if self._ready:
@@ -186,9 +188,11 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             wrong = f"those of the best checkpoint are in the place of the weights of step {step}."
             remedy = f"save_model writes them; {self._folder_of(step).name} has those of step {step}, if it was saved."
             raise CheckpointError(wrong, remedy=remedy)
-        self._prepare_training()  # in a loop of your own there may be no update yet
+        if not self._ready:  # in a loop of your own there may be no update yet
+            self._prepare_training()
         return super().save_checkpoint()
 
+    @by_own_accelerate
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Put what `save_checkpoint` wrote into this trainer, for a loop of your own, and return the whole state.
 
@@ -205,8 +209,6 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.load_saved(checkpoint)
         self.state = noted
         self.load_callbacks()
-        for one in self._metrics_files:  # `train` does so, too; in a loop of your own it never begins
-            one.cut()
         self.restore_optimizer(checkpoint)
         self.load_progress(checkpoint)
         return state

@@ -374,7 +374,6 @@ class PPOLoop(SharedBaseTrainer):
         self.watch = Watch(**state["watch"])
         if self.measured_before is not None:
             self.watch.measured(0, *self.measured_before)
-        processes.by_main(self._write_warnings)
 
 
 def _kinds(kind: type[RewardError]) -> Iterator[type[RewardError]]:

@@ -204,7 +204,7 @@ class ResumableTrainer(BestOfSaved):
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
         self.take_over()
-        with processes.agreed():  # an error of all is told once
+        with processes.agreed(), self.state_of_accelerate.here():  # an error of all is told once
             check_undivided(self.accelerator)
             check_batch(self.args, len(self.train_dataset))
         self.check_alike()
@@ -221,7 +221,8 @@ class ResumableTrainer(BestOfSaved):
             self.add_callback(callback)
             self._began = time.perf_counter() if self.started is None else self.started
             try:
-                result = self._run(checkpoint, arguments)
+                with self.state_of_accelerate.here():
+                    result = self._run(checkpoint, arguments)
             except BaseException:
                 self.is_in_train = False
                 self.remove_noise()
@@ -243,8 +244,8 @@ class ResumableTrainer(BestOfSaved):
         return result
 
     def take_over(self) -> None:
-        """What is learnt is made trainable, alone, whichever trainer of the same base was made last."""
-        if self.roles is not None:
+        """What is learnt is made trainable, alone, where another trainer of the same base was made since."""
+        if self.roles is not None and {*self.roles.trained_roles} != {*self.learnt_roles}:
             self.roles.train_roles(*self.learnt_roles)
 
     def _meets(self) -> str:
@@ -284,6 +285,8 @@ class ResumableTrainer(BestOfSaved):
         Raises:
             SelfCheckError: the processes do not hold the same weights.
         """
+        if self._goes_on_from is None and self._saved_at is None:  # in a loop of your own that has read no checkpoint
+            self._leave_earlier_try("this loop begins anew", "load_checkpoint", logged_itself=False)
         self._check_equal()
         self.store_flos()
         best = self.state.best_model_checkpoint
@@ -316,10 +319,8 @@ class ResumableTrainer(BestOfSaved):
         state, folder = self.state, self._folder_of(self.state.global_step)
         stateful = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-        # In a loop of one's own that has read no checkpoint, all that there are lie on another course.
-        goes_on_from = 0 if self._goes_on_from is None and self._saved_at is None else self._goes_on_from
         # Only now is it sure that the run goes another course.
-        with checkpoints.whole_folder(folder, goes_on_from=goes_on_from) as aside:
+        with checkpoints.whole_folder(folder, goes_on_from=self._goes_on_from) as aside:
             self.save_model(str(aside), _internal_call=True)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
             checkpoints.write_state(aside, self._whole_state())
@@ -369,22 +370,29 @@ class ResumableTrainer(BestOfSaved):
     def _settings(self) -> dict[str, Any]:
         return settings_of(self.args)
 
+    def _leave_earlier_try(self, begins: str, goes_on: str, *, logged_itself: bool, told: str = "") -> bool:
+        """Checkpoints in this folder are of another course than those to come; whether there are any."""
+        output = self.args.output_dir
+        if not (earlier := processes.by_main(lambda: [one.name for one in checkpoints.checkpoints_in(output)])):
+            return False
+        self._goes_on_from = 0
+        for one in self._metrics_files:
+            one.begin_anew(logged_itself=logged_itself)
+        wrong = f"{output} holds {earlier[-1]} of an earlier try, and {begins}: with its first checkpoint, the earlier "
+        wrong += f"ones are renamed abandoned-checkpoint-N. To go on from it: {goes_on}."
+        warnings.warn(f"{wrong}{told}", stacklevel=4)
+        return True
+
     def _begin_anew(self) -> None:
-        """Checkpoints of an earlier try in this folder are of another course than those to come."""
-        output, self._saved_at = self.args.output_dir, None
-        if earlier := processes.by_main(lambda: [folder.name for folder in checkpoints.checkpoints_in(output)]):
-            self._goes_on_from = 0
-            for one in self._metrics_files:
-                one.begin_anew(logged_itself=self.state.global_step > 0)
-            wrong = f"{output} holds {earlier[-1]} of an earlier try, and training begins anew: with its first "
-            wrong += "checkpoint, the earlier ones are renamed abandoned-checkpoint-N."
-            wrong += " To go on from it: train(resume_from_checkpoint=True)."
-            warnings.warn(f"{wrong}{self._trained_before()}", stacklevel=3)
-        elif self.state.global_step:  # of which there is nothing to go back to
+        self._saved_at, step, way = None, self.state.global_step, "train(resume_from_checkpoint=True)"
+        told = self._trained_before()
+        if self._leave_earlier_try("training begins anew", way, logged_itself=step > 0, told=told):
+            return
+        if step:  # of which there is nothing to go back to
             for one in self._metrics_files:
                 one.begin_anew(logged_itself=True)
                 one.drop_earlier()
-            warnings.warn(f"training begins anew.{self._trained_before()}", stacklevel=3)
+            warnings.warn(f"training begins anew.{told}", stacklevel=3)
 
     def _trained_before(self) -> str:
         """What does not begin anew where a trainer that has trained is told to train."""
@@ -457,8 +465,6 @@ class ResumableTrainer(BestOfSaved):
     def load_progress(self, checkpoint: Path) -> None:
         """What `own_state` gave, and then the random states: what comes before may draw random numbers."""
         self._goes_on_from = self.state.global_step
-        for one in self._metrics_files:
-            one.earlier = 0
         with of_this_version(checkpoint):
             self.load_own_state(self._restoring["own"])
             vars(self.skipped).update(self._restoring["skipped"])

@@ -62,6 +62,13 @@ class ScorerTrainer(SupervisedTrainer):
     judged: Sequence[ScoredPair] = ()
     """Held-out pairs as they were last scored."""
 
+    def take_over(self) -> None:
+        """As of every trainer; and what the role scored before it is trained here says nothing of it then."""
+        super().take_over()
+        if self.roles is not None:
+            head = self.roles.head("reward")
+            head.mean_score = head.high_score = None
+
 
 class RewardTrainer(ScorerTrainer, TRLRewardTrainer):
     """TRL's `RewardTrainer` with a loss at every token, too. Nothing is sent anywhere."""
@@ -154,10 +161,7 @@ def reward_trainer(
     # rows of all batches of a step, and would sum the means.
     trainer.model_accepts_loss_kwargs = False
     trainer.scorer, trainer.roles, trainer.base_name = model, roles, base_name
-    if roles is not None:  # of what it gave before it was trained here
-        head = roles.head("reward")
-        head.mean_score = head.high_score = None
-    else:
+    if roles is None:
         models.train_in_float32(model)  # after TRL, which casts what trains on a quantised base to bfloat16
     trainer.check_positions(model, "Shorten the limits of the data section, or leave longer rows out.")
     in_place_of_progress(trainer, callbacks)

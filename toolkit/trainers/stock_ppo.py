@@ -61,6 +61,9 @@ def check_trl_loop(args: PPOConfig, processing_class: PreTrainedTokenizerBase, r
         raise ConfigError("loop: trl", problems=problems)
 
 
+_LEARNT = ("policy", "value")
+
+
 @contextmanager
 def _without_dropout(roles: SharedBase) -> Iterator[None]:
     """As TRL trains, which would leave the shared base without any for good."""
@@ -85,10 +88,9 @@ class StockPPOTrainer(TRLPPOTrainer):
     def train(self) -> None:
         """As TRL's, whatever trainers were made since this one: by theirs the loss would be divided, steps be taken,
         and other roles be trained."""
-        self.state_of_accelerate.put_back()
         roles = stock_rollouts(self).roles
-        roles.train_roles("policy", "value")
-        with _without_dropout(roles):
+        roles.train_roles(*_LEARNT)
+        with self.state_of_accelerate.here(), _without_dropout(roles):
             super().train()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -96,7 +98,7 @@ class StockPPOTrainer(TRLPPOTrainer):
         the base and all of its adapters into one file, or fail at tied weights."""
         folder = Path(output_dir or self.args.output_dir)
         roles, pad_token_id = stock_rollouts(self).roles, self.processing_class.pad_token_id
-        for role in ("policy", "value"):
+        for role in _LEARNT:
             save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=self.base_name)
         write_model_card(folder, roles, base_name=self.base_name)
 
@@ -151,7 +153,7 @@ def stock_ppo_trainer(
     check_trl_loop(args, processing_class, roles)
     check_dataset(train_dataset, args.rollout_batch_size)
     check_tokenizer(processing_class, roles)
-    roles.train_roles("policy", "value")
+    roles.train_roles(*_LEARNT)
     with _without_dropout(roles):
         trainer = StockPPOTrainer(
             args=trl_config(args, len(train_dataset)),
@@ -167,6 +169,6 @@ def stock_ppo_trainer(
             callbacks=[_InOurNames(), *(callbacks or ())],
         )
     trainer.toolkit_args, trainer.base_name, trainer.state_of_accelerate = args, base_name, StateOfAccelerate()
-    trainer.last_saved = [f"{role}/{ROLE_FILE}" for role in roles.trained_roles]
+    trainer.last_saved = [f"{role}/{ROLE_FILE}" for role in _LEARNT]
     in_place_of_progress(trainer, callbacks)
     return trainer

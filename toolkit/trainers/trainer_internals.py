@@ -4,13 +4,13 @@ Read from the versions in `READ_FROM`. `tests/trainers/test_trainer_internals.py
 and `pyproject.toml` admits no version beyond those that have been run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
@@ -35,12 +35,32 @@ class StateOfAccelerate:
         self._kept = [(state, dict(state)) for state in states]
         self._accumulation = dict(GradientState().plugin_kwargs)
 
-    def put_back(self) -> None:
-        """Make it the state again, after other trainers, and settings that emptied it."""
+    def _put_back(self) -> None:
         for state, values in self._kept:
             state.clear()
             state.update(values)
         GradientState().plugin_kwargs = dict(self._accumulation)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside, it is the state again, after other trainers, and settings that emptied it."""
+        found = StateOfAccelerate()
+        self._put_back()
+        try:
+            yield
+        finally:
+            found._put_back()
+
+
+def by_own_accelerate(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a trainer, in which accelerate's state is that which the trainer was made with."""
+
+    @wraps(method)
+    def inside(self: Any, *arguments: Any, **named: Any) -> Any:
+        with self.state_of_accelerate.here():
+            return method(self, *arguments, **named)
+
+    return inside
 
 
 _WRAPPER = ("forward", "_original_forward", "_is_accelerate_prepared")
@@ -54,17 +74,8 @@ class TrainerHooks(Trainer):
     with schedule and float16's scaler, then `load_progress`, all else, random states last: reading may draw some.
     """
 
+    state_of_accelerate: StateOfAccelerate
     _wrapper: dict[str, Any] | None = None
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """This trainer's own, with the state that it was made with."""
-        self._state_with_it.put_back()
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, made: Accelerator) -> None:
-        self._accelerator, self._state_with_it = made, StateOfAccelerate()
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
@@ -74,7 +85,8 @@ class TrainerHooks(Trainer):
         given = {name: own[name] for name in _WRAPPER if name in own}
         own.update(self._wrapper or {})
         try:
-            yield
+            with self.state_of_accelerate.here():
+                yield
         finally:
             self._wrapper = {name: own.pop(name) for name in _WRAPPER if name in own}
             own.update(given)
@@ -138,6 +150,7 @@ class TrainerHooks(Trainer):
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState(cpu=self.args.use_cpu)
         super().create_accelerator_and_postprocess()
+        self.state_of_accelerate = StateOfAccelerate()
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that reports and uploads; to the libraries each of several is alone."""
