@@ -334,6 +334,16 @@ def test_files_that_datasets_passes_over_are_told_of(tmp_path, caplog):
     (tmp_path / "two" / ".cache" / "huggingface").mkdir(parents=True)  # as its author means it
     assert len(read(tmp_path / "two")) == 1 and "not read" not in caplog.text
     assert len(read(in_folders(tmp_path / "x"), subset="helpful-base")) == 1 and "not read" not in caplog.text
+    # datasets finds its way by the folder that a link is to, and passes over what is of a model.
+    file(tmp_path / "mine" / "train" / "config.json", "{}")
+    (tmp_path / "linked").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine" / "itself").symlink_to("itself")
+    assert len(read(tmp_path / "linked")) == 2
+    assert f"{tmp_path / 'linked'}: train/c.csv is not read: datasets passes over" in caplog.text
+    caplog.clear()
+    card = "---\nconfigs:\n- config_name: default\n  data_files: train/a.jsonl\n---\n"
+    file(tmp_path / "mine" / "README.md", card)
+    assert len(read(tmp_path / "mine")) == 1 and "not read" not in caplog.text
 
 
 def test_a_damaged_folder_of_save_to_disk_is_still_one(tmp_path):

@@ -24,7 +24,8 @@ Source = str | list[str]
 PART_SETTINGS = ("subset", "name", "split", "validation_split")
 """What selects a part of a source. A file has none of them, and a saved `DatasetDict` splits alone."""
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # of save_to_disk
-_WITHOUT_ROWS = (*_SAVED, "dataset_infos.json")  # the last of a hub's older data sets
+# The last are of a hub's older data sets, and of a model; datasets passes over them, too.
+_WITHOUT_ROWS = (*_SAVED, "dataset_infos.json", "config.json")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # What datasets says where a configuration is missing or unknown.
 _CONFIGURATIONS = re.compile(r"(?:the available configs: |not found\. Available: )\[(.*)\]")
@@ -247,17 +248,17 @@ def _from_folder(path: Path, subset: str | None, name: str | None) -> DatasetDic
 
 def _tell_unread(path: Path, subset: str | None) -> None:
     """Tells of files in a folder that datasets passes over: those of another kind than most of a split, and beside
-    names of splits those without one. What `hf download` wrote is as its author means it."""
-    if (path / ".cache" / "huggingface").is_dir():
+    names of splits those without one. What `hf download` wrote, or a card divides, is as its author means it."""
+    card = path / "README.md"
+    if (path / ".cache" / "huggingface").is_dir() or (card.is_file() and b"\nconfigs:" in card.read_bytes()):
         return
     whole = os.path.abspath(path)
     of_splits = (load_dataset_builder(whole, data_dir=subset).config.data_files or {}).values()
-    read = {Path(name) for names in of_splits for name in names}
-    below = Path(whole, subset or "").rglob("*")
-    files = {
-        entry for entry in below if not any(part.startswith((".", "__")) for part in entry.relative_to(whole).parts)
-    }
-    if unread := _files_in(sorted(str(entry.relative_to(whole)) for entry in files - read)):
+    read = {os.path.realpath(name) for names in of_splits for name in names}  # the folder may be a link
+    below = (entry.relative_to(whole) for entry in Path(whole, subset or "").rglob("*"))
+    shown_to_it = (entry for entry in below if not any(part.startswith((".", "__")) for part in entry.parts))
+    files = _files_in(sorted(map(str, shown_to_it)))
+    if unread := [name for name in files if os.path.realpath(os.path.join(whole, name)) not in read]:
         one = len(unread) == 1
         told = f"{path}: {listed(unread)} {'is' if one else 'are'} not read: datasets passes over files of another kind"
         told += ", and those without the name of a split beside others that have one."
