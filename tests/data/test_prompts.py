@@ -16,7 +16,9 @@ from tests.tiny_runs import byte_tokenizer
 from toolkit.data import TASKS, GivenPrompts, PromptCollator, Prompts, Rollout, doubling, sources
 from toolkit.data.messages import checked_messages, read_prompt
 from toolkit.data.rows import Unusable
+from toolkit.data.sources import read_rows
 from toolkit.errors import DataError
+from toolkit.rewards.model_text import conversation
 
 DATA = Path(__file__).parents[2] / "data"
 TEMPLATE = (
@@ -414,10 +416,10 @@ def test_tool_calls_are_read_as_they_were_made(ending, tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CALLS
     talks = [
-        [user("1"), call({"n": 5}), {"role": "tool", "content": "6"}],
+        [user("1"), call({"n": 0.123456789012}), {"role": "tool", "content": "6"}],
         [user("2"), call({"m": [{"k": 0}]}, content=None), {"role": "tool", "content": "7"}],
     ]
-    prompts = ['1f{"n": 5}6', '2f{"m": [{"k": 0}]}7']
+    prompts = ['1f{"n": 0.123456789012}6', '2f{"m": [{"k": 0}]}7']
     rows, path = [{"messages": talk} for talk in talks], str(tmp_path / f"x.{ending}")
     if ending == "jsonl":
         prompts.append('3f{"n": "five", "k": null}8')
@@ -429,12 +431,30 @@ def test_tool_calls_are_read_as_they_were_made(ending, tmp_path):
         Dataset.from_list(rows).save_to_disk(path)
     read = Prompts(tokenizer, path, path).prompts("train")
     assert read["prompt"][:] == prompts
-    # So does a reward model read them.
-    assert [[one.get("tool_calls") for one in talk] for talk in read["messages"]] == [
-        [one.get("tool_calls") for one in talk] for talk in talks
-    ]
+    # So does a reward model read them, but for a null, which may be that of a table.
+    shown = [conversation(tokenizer, talk, "!") for talk in read["messages"]]
+    assert shown == [f"{prompt}!".replace(', "k": null', "") for prompt in prompts]
+    if ending == "jsonl":
+        assert read["messages"][2] == [talks[2][0], {**talks[2][1], "content": ""}, talks[2][2]]
+        for odd in (2**70, float("nan")):  # which datasets' reader of JSON refuses, or takes for null
+            some = [{"messages": [user("1"), call({"n": n}), user("2")]} for n in ("five", odd)]
+            with pytest.raises(DataError, match='column "messages" does not hold values of one type; in row 2 it is'):
+                Prompts(tokenizer, path, path).prompts_of(some)
+    else:  # one type holds them, as it does the values of any column; and a table is read alike where it is given
+        usual = Dataset.from_dict({"messages": list(map(checked_messages, talks))}).features["messages"]
+        assert read.features["messages"] == usual
+        assert Prompts(tokenizer, path, path).prompts_of(Dataset.from_list(rows))["prompt"][:] == prompts
     with pytest.raises(Unusable, match="a response with tool calls, which are not learnt"):
         checked_messages([user("1"), call({"n": 5})], answered=True)
+
+
+def test_what_stands_beside_tool_calls_keeps_its_nulls(tmp_path):
+    references = [{"tool_calls": [{"a": 1, "b": None}], "score": None}, {"tool_calls": [{"b": 2}], "score": 3}]
+    path = str(tmp_path / "x.parquet")
+    pq.write_table(pa.Table.from_pylist([{"reference": one} for one in references]), path)
+    assert [row["reference"] for _, row in read_rows(path, field="train")] == [
+        {"tool_calls": [{"a": 1}], "score": None}, {"tool_calls": [{"b": 2}], "score": 3}
+    ]  # fmt: skip
 
 
 def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):

@@ -52,7 +52,11 @@ def _in_python(place: str, table: Any) -> list[dict[str, Any]]:
         wrong = f'{place}: column "{shown(twice[0])}" is there {names.count(twice[0])} times.'
         raise DataError(wrong, remedy="Give every column a name of its own.")
     try:
-        return decoded(_without_added(table.to_pylist(), table.schema), table.schema)
+        rows = table.to_pylist()
+        for name in (field.name for field in table.schema if "tool_calls" in str(field.type)):
+            for row in rows:
+                row[name] = without_added(row[name])
+        return decoded(rows, table.schema)
     except Exception:  # whatever a kind of values raises: durations, dates and zones that Python has not
         for column, name in enumerate(names):
             try:
@@ -63,20 +67,17 @@ def _in_python(place: str, table: Any) -> list[dict[str, Any]]:
         raise
 
 
-def _without_added(rows: list[dict[str, Any]], fields: Iterable[pa.Field]) -> list[dict[str, Any]]:
-    """Rows whose tool calls are without the null that a table gives a call for each argument of the others, in place:
-    chat templates write arguments as they are."""
-    for name in (field.name for field in fields if "tool_calls" in str(field.type)):
-        for row in rows:
-            row[name] = _without_null(row[name])
-    return rows
-
-
-def _without_null(value: Any) -> Any:
+def without_added(value: Any, *, of_calls: bool = False) -> Any:
+    """A value whose tool calls are without the null that a table gives a call for each argument of the others: chat
+    templates write arguments as they are."""
     if isinstance(value, list):
-        return [_without_null(one) for one in value]
+        return [without_added(one, of_calls=of_calls) for one in value]
     if isinstance(value, dict):
-        return {key: _without_null(one) for key, one in value.items() if one is not None}
+        return {
+            key: without_added(one, of_calls=of_calls or key == "tool_calls")
+            for key, one in value.items()
+            if one is not None or not of_calls
+        }
     return value
 
 

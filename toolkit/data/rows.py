@@ -3,18 +3,20 @@
 Rows that cannot be used are left out, counted by reason, and reported with their place: never dropped in silence.
 """
 
+import json
 import os
 import random
 import reprlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, DatasetInfo, Features
+from datasets import Dataset, DatasetInfo, Features, Json
 from datasets.arrow_writer import OptimizedTypedSequence
 from datasets.fingerprint import generate_random_fingerprint
 
@@ -83,15 +85,31 @@ def values_of(rows: Dataset, column: str) -> Iterator[Any]:
 
 
 def _from_columns(columns: Mapping[str, Sequence[Any]]) -> Dataset:
-    """What `Dataset.from_dict` makes of them, with the same types, but for messages with tool calls: each has arguments
-    of its own, and is kept as JSON."""
-    as_json = {"messages"} if _with_calls(columns.get("messages", ())) else set()
-    typed = {
-        name: OptimizedTypedSequence(values, col=name, on_mixed_types="use_json" if name in as_json else None)
-        for name, values in columns.items()
-    }
-    table = pa.Table.from_pydict(typed)
-    return in_memory(table, Features({name: values.get_inferred_type() for name, values in typed.items()}))
+    """What `Dataset.from_dict` makes of them, with the same types."""
+    typed = {name: _typed(name, values) for name, values in columns.items()}
+    table = pa.Table.from_pydict({name: column for name, (column, _) in typed.items()})
+    return in_memory(table, Features({name: kind for name, (_, kind) in typed.items()}))
+
+
+def _typed(name: str, values: Sequence[Any]) -> tuple[pa.Array, Any]:
+    """A column and what datasets calls its type: JSON for messages of whose tool calls an argument has several types,
+    which no other column can hold."""
+    column = OptimizedTypedSequence(values, col=name)
+    try:
+        return pa.array(column), column.get_inferred_type()
+    except Exception:  # of datasets and pyarrow, as the values have it
+        if name == "messages" and _with_calls(values):
+            with suppress(TypeError, ValueError):  # of what JSON has not, or its reader cannot read
+                return _in_json(values), Json()
+        raise
+
+
+def _in_json(values: Sequence[Any]) -> pa.Array:
+    # Not by datasets, which would round numbers to ten decimals.
+    written = [None if value is None else json.dumps(value, allow_nan=False) for value in values]
+    for text in written:
+        Json().decode_example(text)  # as will be done for each batch
+    return pa.array(written, pa.json_())
 
 
 def _with_calls(conversations: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import phases
 from toolkit.data.encoder import PROMPT_COLUMNS, OnLong, PromptEncoder
-from toolkit.data.files import listed, shown
+from toolkit.data.files import listed, shown, without_added
 from toolkit.data.messages import Messages, read_prompt
 from toolkit.data.rows import (
     Split,
@@ -144,6 +144,8 @@ class SourceTask(Task):
         if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
             return super().prompts_of(rows, field=field)
         given = (dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows)
+        if isinstance(rows, Dataset):  # as from its folder
+            given = ({name: without_added(value) for name, value in row.items()} for row in given)
         numbered = ((f"row {number}", row) for number, row in enumerate(given, 1))
 
         def encoded(place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:

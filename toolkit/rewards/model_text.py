@@ -7,6 +7,7 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from toolkit.data.chat_template import render
+from toolkit.data.files import without_added
 from toolkit.data.messages import without_empty
 from toolkit.errors import ColumnError, Problem, RewardError
 from toolkit.models import positions_of
@@ -136,7 +137,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Any, response: str)
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        answered = [*map(without_empty, messages), {"role": "assistant", "content": response}]
+        answered = [*map(without_empty, without_added(messages)), {"role": "assistant", "content": response}]
         return render(tokenizer, answered)
     except Exception as error:  # of jinja2, of a limit, and of whatever a template does in Python
         wrong = f"the model's chat template refuses a conversation ({error}): {messages!r}."
