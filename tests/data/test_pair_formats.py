@@ -112,6 +112,19 @@ def test_forms_of_text():
 
 
 @pytest.mark.parametrize(
+    ("chat", "read"),
+    [(True, "<s>Capital of France?</s><s>Paris.</s>"), (False, "Capital of France?\n\nParis.</s>")],
+)
+def test_the_line_breaks_behind_common_words_are_no_part_of_a_turn(chat, read, tmp_path):
+    sides = {side: f"Capital of France?\n\n{text}" for side, text in (("chosen", "Paris."), ("rejected", "Rome."))}
+    path = write(tmp_path / "x.jsonl", [sides])
+    task = Preferences(byte_tokenizer(), path, path, chat=chat)
+    (pair,) = task.pairs("train")
+    assert byte_tokenizer().decode(pair["chosen_ids"]) == read
+    assert task.prompt_of("x", sides)[0] == "Capital of France?" + "\n\n" * (not chat)
+
+
+@pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"chosen": "Paris.", "rejected": "Rome."}, "texts that begin with no common words, and no column prompt"),
@@ -181,6 +194,10 @@ def test_pairs_that_cannot_be_used(row, reason):
         (
             {"instruction": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
             r'line 2: there is no column "prompt", and "instruction" beside chosen and rejected is not read. Name it',
+        ),
+        (
+            {"prompt": None, "question": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
+            r'"question" beside chosen and rejected is not read. Name it \(prompt: question\)',
         ),
         (
             {"problem": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
@@ -528,6 +545,15 @@ def test_the_end_that_a_template_writes_is_one_too(chat, tmp_path):
     # A template that cannot be used is none of those that take text as it is.
     tokenizer.chat_template = "{{ messages[0].content * 3000000 }}"
     assert chat or Demonstrations(tokenizer, path, path, chat=False).left_out["train"] == {}
+
+
+def test_an_end_that_is_white_space_itself_is_one_too(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "\n"})
+    path = write(tmp_path / "x.jsonl", [{"prompt": "1", "completion": f"a{end}"} for end in ("", "\n", "\n\n")])
+    task = Demonstrations(tokenizer, path, path, chat=False)
+    assert [tokenizer.decode(row["input_ids"]) for row in task.demonstrations("train")] == ["1a\n"] * 3
+    assert task.left_out["train"] == {}
 
 
 def test_the_end_of_a_turn_is_not_written_twice_and_tells_a_rendered_prompt(tmp_path):

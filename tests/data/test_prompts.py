@@ -783,6 +783,10 @@ def test_the_answer_at_the_end_of_data_for_sft_is_dropped_where_that_is_asked_fo
     with pytest.raises(DataError, match=r"its last turn is the assistant's \(drop_answer: true takes it off\)"):
         named.prompts("train")
     assert task.prompts_of([{"prompt": talks[1]}])["prompt"][:] == ["_:1=x:"]
+    # What a finished run is asked from a file, too; there ids are what they are.
+    assert task.prompt_of("x", {"prompt": talks[1]})[0] == "1" and task.prompt_of("x", {"input_ids": [3]})
+    plain = task_of(tmp_path, byte_tokenizer(), rows[5:6], drop_answer=True, chat=False)
+    assert plain.prompt_of("x", {"prompt": talks[5]})[1]["prompt"] == "\n\nHuman: 1\n\nAssistant:"
     with pytest.raises(DataError, match="^drop_answer: .*line 1: it has no effect on prompts that are token ids"):
         task_of(tmp_path, chat_tokenizer, [{"input_ids": [3]}], drop_answer=True).prompts("train")
 

@@ -48,8 +48,9 @@ def padded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
 def without_end(text: str, ends: Sequence[str]) -> str:
     """A text without the ends of a turn behind it, and without the white space behind these, where chat templates
     write a line break; one without an end as it is."""
-    while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
-        text = text.rstrip().removesuffix(end)
+    # As it is first: an end may be white space itself.
+    while there := next(((said, end) for said in (text, text.rstrip()) for end in ends if said.endswith(end)), None):
+        text = there[0].removesuffix(there[1])
     return text
 
 
@@ -259,9 +260,9 @@ class PromptEncoder:
             raise DataError(f"{place}: messages need the chat template.", field="chat", remedy=remedy)
         if kind != "input_ids":
             self.check_template()
-        elif given := [name for name in ("system", "drop_answer") if getattr(self, name) not in (None, False)]:
+        elif self.system is not None:
             wrong = f"{place}: it has no effect on prompts that are token ids."
-            raise DataError(wrong, field=given[0], remedy="Remove it.")
+            raise DataError(wrong, field="system", remedy="Remove it.")
         if self.drop_answer:
             value = without_answer(value)
         if value is None:

@@ -4,7 +4,7 @@
 |---|---|---|
 | dialogues of hh-rlhf, as text | none | the turns before the last |
 | messages | none | the messages that both begin with |
-| text | none | the words that both begin with |
+| text | no column | the words that both begin with, and the line breaks behind these |
 | a response, as text | text, messages or a dialogue | itself |
 | messages, a response alone | messages or text | itself |
 | messages, a whole conversation | messages or text, which they repeat | the messages before the responses |
@@ -52,11 +52,11 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
         raise Unusable("one of chosen and rejected is text, the other messages")
     given = None if row.get("prompt") is None else text_or_messages(place, row, "prompt")
     whole = [is_dialogue(side) if isinstance(side, str) else len(side) > 1 for side in sides]
-    if given is None and "prompt" in row and isinstance(sides[0], str) and not any(whole):
-        raise Unusable("an empty prompt")
     if given is None and not any(whole) and (others := _beside(row, _OTHER_PROMPTS)):
         # What both responses begin with would be taken for the prompt.
         raise _not_named(place, [*others, *_beside(row, SYSTEM)])
+    if given is None and "prompt" in row and isinstance(sides[0], str) and not any(whole):
+        raise Unusable("an empty prompt")
     prompt, chosen, rejected = read_sides(given, *sides)
     if not chosen.strip() or not rejected.strip():
         raise Unusable("an empty response")
@@ -139,7 +139,8 @@ def _implicit(chosen: Any, rejected: Any) -> tuple[Messages | str, str, str]:
 
 
 def _shared_words(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The words that both texts begin with, and the rest of each; no word is divided."""
+    """The words that both texts begin with, with the line breaks behind these, and the rest of each; no word is
+    divided."""
     if chosen == rejected:
         raise Unusable("chosen and rejected are equal")
     end = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))

@@ -4,7 +4,7 @@ import pickle
 import random
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import chain, cycle
 from typing import Any, ClassVar, Literal
@@ -99,6 +99,9 @@ class Preferences(SplitTask):
         """The pair of a row, and its prompt encoded."""
         named = renamed(place, row, self.columns, optional="margin")
         pair = read_pair(place, named)
+        if self.chat and isinstance(pair.prompt, str) and named.get("prompt") is None:
+            # What the texts begin with becomes a turn, whose end the template writes.
+            pair = replace(pair, prompt=pair.prompt.rstrip())
         mapped = (self.columns or {}).get("prompt", "prompt") != "prompt"
         refuse_parts(named, pair.prompt, self.system, BESIDE_AN_INSTRUCTION if mapped else ())
         return pair, self._encoder.prompt(pair.prompt, limit)

@@ -126,6 +126,9 @@ class SourceTask(Task):
         column, prompt = self._encoder.row(place, row, first, columns, getattr(self, "max_prompt_length", 512))
         others = _others(row, column, prompt)
         if "prompt" not in prompt:
+            if vars(self).get("drop_answer"):
+                wrong = f"{place}: it has no effect on prompts that are token ids."
+                raise DataError(wrong, field="drop_answer", remedy="Remove it.")
             prompt["prompt"] = str(self.tokenizer.decode(prompt["input_ids"]))
         return others | prompt
 
@@ -186,7 +189,7 @@ class SourceTask(Task):
             raise DataError(f'the prompt "{shown(text)}": {reason}.', remedy="Ask in another way.") from reason
 
     def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        encoder = self._encoder if self.converses else PromptEncoder(self.tokenizer, chat=False)
+        encoder = self._encoder if self.converses else replace(self._encoder, chat=False, system=None)
         try:
             column, prompt = encoder.row(place, row, row, self._prompt_columns_in(row), None)
         except Unusable as reason:
