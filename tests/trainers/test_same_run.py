@@ -20,7 +20,7 @@ def test_other_data_and_other_versions(tmp_path, monkeypatch):
     make(reward_pairs, tmp_path / "a", max_steps=1).train()
     other = make(reward_pairs, tmp_path / "a", max_steps=1)
     other.train_dataset = other.train_dataset.select(range(10))
-    with pytest.raises(CheckpointError, match=r"other training data \(11 rows; now 10\)"):
+    with pytest.raises(CheckpointError, match=r"other training data \(11 rows; now 10\), or the toolkit reads"):
         other.train(resume_from_checkpoint=True)
     monkeypatch.setattr("toolkit.trainers.same_run.versions", lambda: {"torch": "9.9", "transformers": "9", "trl": "9",
                                                                      "peft": "9", "bitsandbytes": "9"})  # fmt: skip

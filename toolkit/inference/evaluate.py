@@ -111,10 +111,9 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
             )
             return {"other_prompts": True}, [f"{told}is not known."]
         if same and not given:
-            told = (
-                "data: these are not the prompts that the run held out: its data have changed since then, and it may "
-            )
-            return {"other_prompts": True}, [f"{told}have been trained on some of these."]
+            told = "data: these are not the prompts that the run held out: its data have changed since then, or the "
+            told += "toolkit reads them otherwise, and it may have been trained on some of these."
+            return {"other_prompts": True}, [told]
         asked = (
             (build.rated_dataset(run), "prompt_ids")
             if by == "q"

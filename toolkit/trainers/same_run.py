@@ -169,8 +169,9 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
     wrong = ""
     if then["data"] != now["data"]:
         rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
-        wrong = f"was written on other training data ({rows}), so its place in them means nothing."
-        remedy = "Restore the data, or start anew."
+        wrong = f"was written on other training data ({rows}), or the toolkit reads them otherwise: its place in them "
+        wrong += "means nothing."
+        remedy = "Restore the data, or the toolkit's version, or start anew."
     elif is_another_base(then, now):
         wrong = "was written on a base with other weights: its adapters mean nothing on this one."
         remedy = "Restore the base, or start anew."
