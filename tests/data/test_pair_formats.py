@@ -153,6 +153,10 @@ def test_the_line_breaks_behind_common_words_are_no_part_of_a_turn(chat, read, t
         ({"prompt": "Else?", "chosen": f"{HH} a", "rejected": f"{HH} b"}, "an answer of 2 messages beside its"),
         ({"prompt": " ", "chosen": "a", "rejected": "b"}, "an empty prompt"),
         ({"prompt": None, "chosen": "It is Paris.", "rejected": "It is Rome."}, "an empty prompt"),
+        (
+            {"prompt": None, "question": "Capital?", "chosen": "It is a.", "rejected": "It is b."},
+            "an empty prompt, and a c",
+        ),
         ({**SAME_PAIR[0], "tools": [{"name": "search"}]}, "tools, which are not read"),
         (
             {"prompt": ASKED, "chosen": [{**said("a")[0], "tool_calls": [{"id": "1"}]}], "rejected": said("b")},
@@ -194,10 +198,6 @@ def test_pairs_that_cannot_be_used(row, reason):
         (
             {"instruction": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
             r'line 2: there is no column "prompt", and "instruction" beside chosen and rejected is not read. Name it',
-        ),
-        (
-            {"prompt": None, "question": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
-            r'"question" beside chosen and rejected is not read. Name it \(prompt: question\)',
         ),
         (
             {"problem": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},

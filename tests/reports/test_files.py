@@ -128,3 +128,12 @@ def test_metrics_file_goes_on_behind_a_checkpoint(tmp_path):
     assert read_jsonl(path) == rows[:1]
     log(again, 2)
     assert read_jsonl(path) == rows and again.state()["attributes"] == {"lines": 2}
+    again.lines = 1  # as a loop of one's own reads a checkpoint
+    log(again, 5)
+    assert read_jsonl(path) == [*rows, {"step": 5, "score": 2.5}]
+    assert again.state()["attributes"] == {"lines": 2}
+    again.drop_earlier()
+    assert read_jsonl(path) == [rows[0], {"step": 5, "score": 2.5}] and again.state()["attributes"] == {"lines": 2}
+    again.lines = 7  # of another folder's
+    log(again, 6)
+    assert again.state()["attributes"] == {"lines": 3}

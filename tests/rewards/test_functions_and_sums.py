@@ -227,6 +227,9 @@ def test_a_reward_function_of_grpo_is_wrapped_as_the_page_has_it():
     exec(lines, made := {})
     check_reward(made["thinks"], "scorer")
     check_reward(functools.wraps(made["think_format_reward"])(made["thinks"]), "scorer")
+    for handed_on in (functools.cache, lambda f: functools.wraps(f)(lambda *a, **k: f(*a, **k))):
+        with pytest.raises(RewardError, match="Wrap it: docs"):
+            check_reward(handed_on(made["think_format_reward"]), "scorer")
     batch = replace(rollout(RESPONSES), responses=["<think>a</think>b", "<think>a", "b", "<think></think>"])
     asked = [[{"role": "user", "content": str(n)}] for n in range(4)]
     batch.columns.update(prompt=list("abcd"), messages=asked)

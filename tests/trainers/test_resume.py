@@ -196,6 +196,16 @@ def a_step(made):
     made.step(batch, responses, made.score(batch, responses))
 
 
+def test_a_trainer_that_began_anew_by_mistake_and_goes_on_after_all_keeps_the_lines_of_its_checkpoint(tmp_path):
+    make(ppo, tmp_path, max_steps=1, logging_steps=1).train()
+    made = make(ppo, tmp_path, max_steps=2, logging_steps=1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError), pytest.warns(match="earlier try"):
+        patch.setattr(made, "generate", lambda batch: 1 // 0)
+        made.train()
+    made.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
+
+
 def test_a_loop_of_ones_own_that_begins_anew_leaves_the_course_of_an_earlier_try(tmp_path):
     before = make(ppo, tmp_path)
     before.log({"of": "before"})
@@ -219,8 +229,16 @@ def test_a_loop_of_ones_own_goes_on_in_the_files_of_its_checkpoint(tmp_path):
     a_step(made)
     made.log({"mine": 1.0})
     assert len(metrics(tmp_path)) == 3  # whoever goes no further has lost nothing
+    (tmp_path / "warnings.jsonl").write_text('{"step": 2, "text": "of a later update", "remedy": ""}\n')
+    made.load_checkpoint(tmp_path / "checkpoint-1")
+    made.kl_coef = 0.2
+    a_step(made)
+    made.log({"mine": 1.0})
+    made.roles.train_roles("reward")  # as a trainer of the reward does that is made on the base
     made.save_checkpoint()
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
+    assert (tmp_path / "warnings.jsonl").read_text() == ""
+    make(ppo, tmp_path, max_steps=3, save_strategy="no").load_checkpoint(tmp_path / "checkpoint-2")
     made.train()
     first, second, third = metrics(tmp_path)
     assert first["kl_coef"] == 0.1 and second["mine"] == 1.0

@@ -154,6 +154,7 @@ def test_settings_and_trainers_that_are_made_since_change_nothing_of_what_accele
     for kind in (trl.SFTConfig, RewardConfig, QConfig):
         kind(output_dir=str(tmp_path), bf16=not bf16, use_cpu=True, report_to="none")
         assert ppo.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 1
+    assert sft.evaluate()["eval_loss"] > 0
     trainer(tmp_path / "second", bf16=not bf16)
     GradientState().plugin_kwargs = {"num_steps": 4}  # as an Accelerator leaves it that accumulates by itself
     seen = []

@@ -52,11 +52,12 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
         raise Unusable("one of chosen and rejected is text, the other messages")
     given = None if row.get("prompt") is None else text_or_messages(place, row, "prompt")
     whole = [is_dialogue(side) if isinstance(side, str) else len(side) > 1 for side in sides]
-    if given is None and not any(whole) and (others := _beside(row, _OTHER_PROMPTS)):
-        # What both responses begin with would be taken for the prompt.
-        raise _not_named(place, [*others, *_beside(row, SYSTEM)])
-    if given is None and "prompt" in row and isinstance(sides[0], str) and not any(whole):
-        raise Unusable("an empty prompt")
+    if given is None and not any(whole):
+        others = _beside(row, _OTHER_PROMPTS)
+        if "prompt" in row and isinstance(sides[0], str):
+            raise Unusable(f"an empty prompt{f', and a column {others[0]} that is not read' if others else ''}")
+        if others:  # what both responses begin with would be taken for the prompt
+            raise _not_named(place, [*others, *_beside(row, SYSTEM)])
     prompt, chosen, rejected = read_sides(given, *sides)
     if not chosen.strip() or not rejected.strip():
         raise Unusable("an empty response")

@@ -69,7 +69,7 @@ def open_run(
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
         last = last_stage(folder)
-        if last == "q" and checkpoint is not None:
+        if last == "q" and by_q and checkpoint is not None:
             wrong = f'the run "{folder.name}" responds by Q-values, and a checkpoint is one of PPO.'
             raise RecipeError(wrong, remedy="Leave checkpoint out.")
         if last == "q" and not by_q:  # before the overrides, of a section that such a run may not have

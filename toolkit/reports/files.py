@@ -142,13 +142,12 @@ class MetricsFile(TrainerCallback, ExportableState):
     def cut(self) -> None:
         """Drop what was written after the checkpoint that its number of lines is from."""
         self.lines = self._there = keep_lines(self.path, self.lines)  # a power cut may have left fewer
-        if self.earlier.stop > self.lines:
-            self.earlier = range(0)
 
-    def _leave(self) -> None:
+    def leave_other_course(self) -> None:
         """In a loop of your own, what lies behind the checkpoint that was read is of another course."""
         if self.lines < self._there:
-            self.earlier, self.lines = range(self.lines, self._there), self._there
+            self.earlier = range(self.lines, self._there)
+        self.lines = self._there
 
     def begin_anew(self, *, logged_itself: bool) -> None:
         """What there was when this was made, or what it `logged_itself` in training, is of another course."""
@@ -156,7 +155,6 @@ class MetricsFile(TrainerCallback, ExportableState):
 
     def drop_earlier(self) -> None:
         """Drop the lines of another course."""
-        self._leave()
         if self.earlier:
             there = [*_whole_lines(self.path)]
             kept = there[: self.earlier.start] + there[self.earlier.stop :]
@@ -168,7 +166,7 @@ class MetricsFile(TrainerCallback, ExportableState):
         self.cut()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        self._leave()
+        self.leave_other_course()
         # JSON has no name for what is not finite, as of a step that float16 overflowed in.
         known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in logs.items()}
         append_jsonl(self.path, [{"step": state.global_step, **known}])

@@ -29,6 +29,7 @@ from toolkit.rewards.kept import process_kept
 
 ScoreLike = Tensor | Sequence[float] | DenseScores
 """What a reward may return."""
+_ANY, _ANY_NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _NOT_OWN = (f"{sysconfig.get_path('stdlib')}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen ")
 _OF_A_LIBRARY = re.compile(rf"[/\\](site|dist)-packages[/\\]|^({'|'.join(map(re.escape, _NOT_OWN))})")
 
@@ -98,10 +99,19 @@ def check_reward(reward: Any, field: str) -> None:
         remedy = "Give RewardModel(model, tokenizer) of toolkit.rewards, or call it in a function of the rollout."
         raise RewardError(wrong, field=field, remedy=remedy)
     try:
-        signature = inspect.signature(reward, follow_wrapped=False)
+        signature = _signature(reward)
     except ValueError:  # some functions of C do not say
         return
     check_signature(signature, field, at=_definition(reward))
+
+
+def _signature(reward: Any) -> inspect.Signature:
+    """Its own; that of what it wraps where it hands on whatever it is given, as `functools.cache` does."""
+    with suppress(ValueError):
+        own = inspect.signature(reward, follow_wrapped=False)
+        if not {parameter.kind for parameter in own.parameters.values()} <= {_ANY, _ANY_NAMED}:
+            return own
+    return inspect.signature(reward)
 
 
 def of_a_class(name: str, field: str, *, at: str) -> RewardError:
@@ -127,7 +137,7 @@ def check_signature(signature: inspect.Signature, field: str, *, at: str | None)
 
 
 def _takes_any_keyword(signature: inspect.Signature) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    return any(parameter.kind is _ANY_NAMED for parameter in signature.parameters.values())
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Scores:

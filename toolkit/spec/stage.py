@@ -1,5 +1,6 @@
 """A stage's section: what is refused in it, what the toolkit presets, and the object of the owner's class."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from inspect import get_annotations
@@ -325,8 +326,8 @@ def presets(
     given = values.get("report_to", "none")
     tools = {given} if isinstance(given, str) else {*(given or ())}
     if run is not None and tools & {"wandb", "mlflow"} and not tools & {"trackio", "all"}:
-        # An artifact of Weights & Biases, which is named after it, takes neither a slash nor a space.
-        ours["run_name"] = Preset(f"{run}-{stage}".replace(" ", "-"), "the run and the stage")
+        # An artifact of Weights & Biases, which is named after it, takes no other signs.
+        ours["run_name"] = Preset(re.sub(r"[^A-Za-z0-9_.-]", "-", f"{run}-{stage}"), "the run and the stage")
     if not torch.cuda.is_available():
         ours["use_cpu"] = Preset(True, "no GPU is here")
     reason = f"{model}.dtype is {precision}"

@@ -100,12 +100,12 @@ class SupervisedTrainer(RoleTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in `Trainer`, with all held-out rows: `dataloader_drop_last` is for batches to train on."""
-        with self._all_rows():
+        with self._all_rows(), self.state_of_accelerate.here():
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Likewise, of `predict`."""
-        with self._all_rows():
+        with self._all_rows(), self.state_of_accelerate.here():
             return super().get_test_dataloader(test_dataset)
 
     @contextmanager

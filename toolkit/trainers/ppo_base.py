@@ -188,8 +188,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             wrong = f"those of the best checkpoint are in the place of the weights of step {step}."
             remedy = f"save_model writes them; {self._folder_of(step).name} has those of step {step}, if it was saved."
             raise CheckpointError(wrong, remedy=remedy)
-        if not self._ready:  # in a loop of your own there may be no update yet
-            self._prepare_training()
+        self._prepare_training()  # in a loop of your own there may be no update yet
         return super().save_checkpoint()
 
     @by_own_accelerate

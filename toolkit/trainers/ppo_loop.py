@@ -229,6 +229,11 @@ class PPOLoop(SharedBaseTrainer):
         if self.watch.given or path.is_file():
             write_jsonl(path, self.watch.given)
 
+    def _write_checkpoint(self) -> Path:
+        folder = super()._write_checkpoint()
+        self._write_warnings()  # those of another course go with its lines
+        return folder
+
     def _tell(self, new: list[dict[str, Any]]) -> None:
         for warning in new:
             phases.tell(f"WARNING at update {warning['step']}: {warning['text']} {warning['remedy']}")

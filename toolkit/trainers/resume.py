@@ -317,6 +317,8 @@ class ResumableTrainer(BestOfSaved):
 
     def _write_checkpoint(self) -> Path:
         state, folder = self.state, self._folder_of(self.state.global_step)
+        for one in self._metrics_files:
+            one.leave_other_course()
         stateful = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         # Only now is it sure that the run goes another course.
@@ -411,6 +413,8 @@ class ResumableTrainer(BestOfSaved):
             if waiting := stored.get(type(callback).__name__):
                 for attribute, value in waiting.pop(0).get("attributes", {}).items():
                     setattr(callback, attribute, value)
+        for one in self._metrics_files:
+            one.earlier = range(0)
         self._find_best()
 
     def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
