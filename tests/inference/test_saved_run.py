@@ -194,7 +194,7 @@ def test_a_checkpoint_is_used_as_the_run_it_is_of(stopped, trained, tmp_path):
     whole = load_file(policy_folder(trained[1]) / "adapter_model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in whole.items())
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "seed 0, its checkpoint after 2 updates." in card and "What PPO changed" not in card
+    assert "seed 0, its checkpoint of update 2." in card and "What PPO changed" not in card
 
 
 def test_what_is_measured_of_a_checkpoint_says_so(stopped):

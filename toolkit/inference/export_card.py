@@ -41,7 +41,7 @@ def write_card(recipe: Recipe, folder: Path, *, merged: bool) -> None:
         pipeline_tag="text-generation",
         tags=["ppo", "ppo-lora-toolkit"],
     )
-    of_checkpoint = "" if recipe.checkpoint is None else f", its checkpoint after {recipe.checkpoint} updates"
+    of_checkpoint = "" if recipe.checkpoint is None else f", its checkpoint of update {recipe.checkpoint}"
     what = "A checkpoint, made of" if merged else "A LoRA adapter for"
     commit = None if merged else (read_object(folder / CONFIG_NAME) or {}).get("revision")
     revision = f', revision="{commit}"' if commit else ""
