@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,3 +125,16 @@ def put_on_card(roles: SharedBase) -> None:
                 if isinstance(held, Tensor):
                     setattr(part, name, OnCard(held))
         module.weight.quant_state = state
+
+
+@contextmanager
+def trains_on_card(trainer: Any) -> Iterator[None]:
+    """Inside, its roles are on the card, and its settings and accelerate say so: batches go there."""
+    with (
+        a_card(),
+        mock.patch.object(Accelerator, "device", CARD),
+        mock.patch.dict(PartialState._shared_state, {"device": CARD}),
+    ):
+        trainer.args.__dict__["_setup_devices"] = CARD
+        put_on_card(trainer.roles)
+        yield

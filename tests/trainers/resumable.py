@@ -10,7 +10,7 @@ import torch
 import transformers
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
-from trl import RewardConfig, SFTConfig
+from trl import SFTConfig
 
 from tests.tiny_models import lora, made_once, randomize, tiny_model
 from tests.trainers.helpers import count_reward, own_classifier
@@ -20,7 +20,7 @@ from toolkit.models import QBound, SharedBase, ValueModel, add_lora, add_q_roles
 from toolkit.reports import MetricsFile
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer
-from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.reward import RewardConfig, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
 STEPS = 6

@@ -7,9 +7,10 @@ from functools import cached_property
 import pytest
 import torch
 
-from tests.on_a_card import CARD, OnCard, a_card, put_on_card
+from tests.on_a_card import CARD, OnCard, a_card, put_on_card, trains_on_card
 from tests.recorded import graphs_without_a_card
 from tests.tiny_models import in_nf4, shared_base
+from tests.trainers import resumable
 from tests.trainers.helpers import trainer
 from toolkit.errors import RewardError
 from toolkit.functional import inverse_cdf
@@ -119,6 +120,33 @@ def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, quantised, t
     moved = there.roles.parameters_of("policy")[1]
     assert moved.device == CARD
     torch.testing.assert_close(moved.numbers, here.roles.parameters_of("policy")[1].detach(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (resumable.sft_policy, {}),
+        (resumable.reward_pairs, {"loss": "token_level"}),
+        (resumable.reward_classes, {}),
+        (resumable.q, {}),
+    ],
+)
+def test_a_stage_before_ppo_or_in_its_place_mixes_no_devices_and_learns_the_same(stage, changes, tmp_path):
+    settings = PLAIN | changes | {"max_steps": 1, "save_strategy": "no", "dataloader_pin_memory": False}
+    here, there = (resumable.make(stage, tmp_path / name, **settings) for name in ("here", "there"))
+    before = resumable.weights(here)
+    for dropout in (m for made in (here, there) for m in made.roles.modules() if isinstance(m, torch.nn.Dropout)):
+        dropout.p = 0.0  # draws otherwise there
+    here.train()
+    with trains_on_card(there):
+        there.train()
+        there.evaluate()
+        found = {name: weight.cpu() for name, weight in resumable.weights(there).items()}
+    assert any(not torch.equal(weight, before[name]) for name, weight in found.items())
+    torch.testing.assert_close(found, resumable.weights(here), rtol=1e-3, atol=1e-4)
+    here.evaluate()
+    measured = [resumable.metrics(tmp_path / name)[-1] for name in ("here", "there")]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-3, abs=1e-4)
 
 
 def test_tokens_are_drawn_without_a_running_sum_where_a_card_is_to_be_deterministic(monkeypatch):
