@@ -493,9 +493,9 @@ def test_merged_generation_with_nothing_to_merge_is_found_before_any_stage(check
     for changes in (biased, computes):
         found = problems_of(tmp_path, checkpoint, *changes)
         assert [text for text in found if "ppo.generation" in text] == [
-            "ppo.generation — merged finds no layer that the policy's adapter can be merged into: a plain LoRA on "
-            "linear layers can, where 4-bit ones compute (bnb_4bit_compute_dtype) in the precision that they were made "
-            "from. Take eager.",
+            "ppo.generation — merged finds no layer that the policy's adapter can be merged into: it needs plain LoRA "
+            "on linear layers, and bnb_4bit_compute_dtype equal to the dtype that 4-bit layers were quantised from. "
+            "Take eager.",
         ]
     with pytest.raises(ConfigError, match="merged finds no layer"):
         plan(chat_recipe(tmp_path, checkpoint, *biased), "4090")

@@ -160,7 +160,7 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         (
             {"ppo": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}},
-            "goes by a metric, and PPO's schedule by updates",
+            "reduce_lr_on_plateau follows a metric; PPO schedules by update count",
         ),
         ({"ppo": {"total_episodes": 0}}, "ppo.total_episodes — must be at least 1 or null, got 0"),
         ({"adapters": {"policy": {"lora_alpha": -1}}}, "adapters.policy.lora_alpha — must be positive, got -1."),

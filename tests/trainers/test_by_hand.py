@@ -175,7 +175,7 @@ def test_a_checkpoint_by_hand_after_the_best_came_back(tmp_path):
     ours.train()
     before = (tmp_path / "checkpoint-3" / "policy" / "adapter_model.safetensors").read_bytes()
     with pytest.raises(
-        CheckpointError, match="in the place of the weights of step 3.* checkpoint-3 has those of step 3"
+        CheckpointError, match="best checkpoint's weights, not those of step 3.* checkpoint-3 has those of step 3"
     ):
         ours.save_checkpoint()
     assert (tmp_path / "checkpoint-3" / "policy" / "adapter_model.safetensors").read_bytes() == before

@@ -9,7 +9,8 @@ from toolkit.functional import KL_ESTIMATORS
 from toolkit.trainers.ppo_config import PPOConfig
 
 TOGETHER = (
-    "min_response_length — a value above 1 and one of short_response_penalty and drop_short_responses need each other."
+    "min_response_length — above 1 it needs short_response_penalty or drop_short_responses, and each of these needs it "
+    "above 1."
 )
 
 

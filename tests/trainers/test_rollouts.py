@@ -73,7 +73,7 @@ def test_a_prompt_that_no_response_could_follow_is_refused_before_anything_is_tr
             PPOTrainer(config(tmp_path), doubling.tokenizer(), base, count_reward(7), asked, held_out, callbacks=[])
     nearly = Dataset.from_dict({"input_ids": [*PROMPTS[:3], [1] * (positions - 2)]})
     args = config(tmp_path, min_response_length=4, drop_short_responses=True)
-    said = "min_response_length: the positions of the base leave room for 2 tokens .* Shorten the prompts by 2 tokens"
+    said = "min_response_length: 4 is more than the 2 tokens that the base's positions leave .* the prompts by 2 tokens"
     with pytest.raises(DataError, match=said):
         PPOTrainer(args, doubling.tokenizer(), base, count_reward(7), nearly, callbacks=[])
 
@@ -305,7 +305,7 @@ def test_merged_generation_needs_layers_and_memory(tmp_path, monkeypatch):
 
 
 def test_draws_cannot_be_weighed_where_nothing_is_drawn(tmp_path):
-    with pytest.raises(ConfigError, match="importance_sampling_cap — weighs draws, and rollout_do_sample is false"):
+    with pytest.raises(ConfigError, match="importance_sampling_cap — needs sampled rollouts"):
         config(tmp_path, importance_sampling_cap=2.0, rollout_do_sample=False)
 
 

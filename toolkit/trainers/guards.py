@@ -132,7 +132,7 @@ GUARDS = (
         "sampler_gap",
         methodcaller("get", "sampler_gap"),
         lambda gap: gap > 0.2,  # in bfloat16 it was 0.03 to 0.05, merged or not
-        "the log-probabilities that tokens are sampled with are {value:.2f} nats off those of the update on average.",
+        "sampling and update log-probabilities differ by {value:.2f} nats a token on average.",
         "Set importance_sampling_cap to 2, which corrects for it; or set base.dtype to float32 or generation to eager.",
         updates=3,
     ),

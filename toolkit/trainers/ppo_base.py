@@ -104,7 +104,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         sampler, fewest = self.rollouts.sampler(), self.args.min_response_length
         room = min(min(sampler.limits(some)) for some in parts_of(prompts, "input_ids"))
         if room < fewest:
-            wrong = f"the positions of the base leave room for {room} tokens after the longest prompt, which is less."
+            wrong = f"{fewest} is more than the {room} tokens that the base's positions leave after the longest prompt."
             remedy = f"Shorten the prompts by {fewest - room} tokens, or lower it."
             raise DataError(wrong, field="min_response_length", remedy=remedy)
 
@@ -185,8 +185,9 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             CheckpointError: the weights of the best checkpoint have taken the place of this step's.
         """
         if (step := self.state.global_step) == self._best_put_at:
-            wrong = f"those of the best checkpoint are in the place of the weights of step {step}."
-            remedy = f"save_model writes them; {self._folder_of(step).name} has those of step {step}, if it was saved."
+            wrong = f"the trainer now holds the best checkpoint's weights, not those of step {step}."
+            has = f"{self._folder_of(step).name} has those of step {step}, if it was saved."
+            remedy = f"save_model saves the best ones; {has}"
             raise CheckpointError(wrong, remedy=remedy)
         self._prepare_training()  # in a loop of your own there may be no update yet
         return super().save_checkpoint()

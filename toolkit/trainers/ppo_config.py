@@ -205,7 +205,7 @@ class PPOConfig(TRLPPOConfig):
         yield from self._conflicts_of_kl()
         yield from self._conflicts_of_value()
         if self.lr_scheduler_type in BY_METRIC:
-            wrong = f"{self.lr_scheduler_type.value} goes by a metric, and PPO's schedule by updates."
+            wrong = f"{self.lr_scheduler_type.value} follows a metric; PPO schedules by update count."
             yield Problem(wrong, "lr_scheduler_type", "Take linear, cosine or constant.")
         if self.optim.value.startswith("schedule_free"):
             wrong = f"{self.optim.value} has to be told when it trains, and no loop of PPO does so."
@@ -213,11 +213,11 @@ class PPOConfig(TRLPPOConfig):
         if self.cliprange_high is not None and self.cliprange is None:
             yield Problem("would have no effect with cliprange null, by which no ratio is clipped.", "cliprange_high")
         if self.importance_sampling_cap is not None and not self.rollout_do_sample:
-            yield Problem("weighs draws, and rollout_do_sample is false.", "importance_sampling_cap")
+            yield Problem("needs sampled rollouts (rollout_do_sample: true).", "importance_sampling_cap")
         punished, dropped = self.short_response_penalty is not None, self.drop_short_responses
         if (self.min_response_length > 1) != (punished or dropped):
-            wrong = "a value above 1 and one of short_response_penalty and drop_short_responses need each other."
-            yield Problem(wrong, "min_response_length")
+            wrong = "above 1 it needs short_response_penalty or drop_short_responses, and each of these needs it "
+            yield Problem(f"{wrong}above 1.", "min_response_length")
         elif self.min_response_length > self.response_length:
             wrong = f"{self.min_response_length} is more than the {self.response_length} tokens of response_length: "
             yield Problem(f"{wrong}each response would be punished or dropped.", "min_response_length", "Lower it.")

@@ -162,8 +162,8 @@ def check_graphs(base: SharedBase, args: PPOConfig, longest: int) -> None:
 
 
 def _nothing_to_merge() -> ConfigError:
-    wrong = "merged finds no layer that the policy's adapter can be merged into: a plain LoRA on linear layers can, "
-    wrong += "where 4-bit ones compute (bnb_4bit_compute_dtype) in the precision that they were made from."
+    wrong = "merged finds no layer that the policy's adapter can be merged into: it needs plain LoRA on linear "
+    wrong += "layers, and bnb_4bit_compute_dtype equal to the dtype that 4-bit layers were quantised from."
     return ConfigError(wrong, field="generation", remedy="Take eager.")
 
 
