@@ -345,12 +345,26 @@ def test_bases_are_told_apart_and_adapters_make_no_difference():
     assert base_digest(base) != base_digest(other)
 
 
-def test_a_pattern_that_tries_every_way_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(module, "time_limit", partial(time_limit, 0.3))
-    for field in ("target_modules", "exclude_modules"):
-        arguments = {"target_modules": r".*_proj", field: r"(\w+\.?)+!"}
-        with pytest.raises(AdapterError, match=f"^{field}: the pattern .* takes too long on the names"):
-            bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", r=4, **arguments))
+@pytest.mark.parametrize(("field", "pattern"), [
+    # As PEFT searches with it: these would end soon with something before them, or behind.
+    ("target_modules", r"\w+|([\w.]+)+!"),
+    ("exclude_modules", r"\w+|([\w.]+)+!"),
+    ("layers_pattern", r"([\w.]+)+(?:$|!)"),
+    ("rank_pattern", r"(\w+\.?)+!"),
+])  # fmt: skip
+def test_a_pattern_that_tries_every_way_is_refused_in_time(field, pattern, monkeypatch):
+    monkeypatch.setattr(module, "time_limit", partial(time_limit, 0.15))
+    given = {"target_modules": ["q_proj"], "layers_to_transform": [0] if field == "layers_pattern" else None}
+    given |= {field: {pattern: 2} if field == "rank_pattern" else pattern}
+    with pytest.raises(AdapterError, match=f"^{field}: the pattern .* takes too long on the names"):
+        bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", r=4, **given))
+
+
+def test_a_pattern_that_pefts_search_takes_is_taken():
+    """Python takes a flag at the beginning alone."""
+    base = bare()
+    base.add_role("policy", LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=r"(?i).*\.Q_PROJ"))
+    assert {name.split(".")[-4] for name, _ in base.named_parameters() if "lora_A" in name} == {"q_proj"}
 
 
 def test_a_head_is_read_with_the_pad_token_that_it_was_trained_with():

@@ -8,9 +8,10 @@ where another version has moved one of these; then `BaseTunerLayer.set_adapter`,
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from bitsandbytes.nn import Linear4bit
@@ -163,17 +164,26 @@ def _tell_of_layers_beside_experts(model: nn.Module, linear: list[str], meant: L
         tell(f"PEFT puts no adapter on {left[0]}{more}, linear layers named like the experts beside them. {way}")
 
 
+def _as_pefts(field: str, pattern: str) -> Callable[[str], Any]:
+    """How PEFT searches a name for a pattern of a field."""
+    if field in ("target_modules", "exclude_modules"):
+        return partial(re.fullmatch, pattern)
+    of_layers = field == "layers_pattern"
+    return partial(re.match, rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." if of_layers else rf"(.*\.)?({pattern})$")
+
+
 def _check_patterns(model: nn.Module, config: LoraConfig) -> None:
     """That patterns end: Python's may try more ways through a name than there is time for."""
     fields = {name: getattr(config, name) for name in ("target_modules", "exclude_modules", "layers_pattern")}
     fields |= {name: list(getattr(config, name) or ()) for name in ("rank_pattern", "alpha_pattern")}
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in under_adapter(model).named_modules()]
     for field, given in fields.items():
         for pattern in [given] if isinstance(given, str) else given if isinstance(given, list) else []:
+            search = _as_pefts(field, pattern)
             try:
                 with time_limit():
                     for name in names:
-                        re.match(rf"(?:.*\.)?(?:{pattern})$", name)
+                        search(name)
             except re.error as error:
                 wrong = f"{pattern!r} is no pattern of module names: {error}."
                 raise AdapterError(wrong, field=field) from error
