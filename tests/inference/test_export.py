@@ -25,6 +25,8 @@ from toolkit.inference.export_card import write_card
 from toolkit.inference.saved_run import open_run, policy_folder
 from toolkit.models import load_base, load_tokenizer, merge_adapter, name_base, save_tokenizer
 
+BRIEF = "Be brief, and write code in ```."
+
 
 @pytest.mark.smoke
 def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
@@ -208,7 +210,7 @@ def test_tokenizer_files_come_from_the_hub_s_cache_or_their_lack_is_told(trained
 
 def test_an_export_s_readme_says_what_it_is_and_how_it_is_asked(trained, tmp_path):
     recipe = trained[1]
-    values = {**recipe.values, "data": {**recipe.values["data"], "system": "Be brief."}}
+    values = {**recipe.values, "data": {**recipe.values["data"], "system": BRIEF}}
     briefly = replace(recipe, values=values)
     adapter, (merged, _) = export_adapter(briefly, tmp_path / "adapter"), export_merged(recipe, tmp_path / "merged")
     result = json.loads((recipe.stage_folder("ppo") / "result.json").read_text())
@@ -218,28 +220,30 @@ def test_an_export_s_readme_says_what_it_is_and_how_it_is_asked(trained, tmp_pat
         assert str(tmp_path) not in card.text and str(recipe.base_path) not in card.text
         assert f"| score | {result['before']['score']:.4f} | {result['after']['score']:.4f} |" in card.text
     asked = [{"role": "user", "content": "Why does bread rise?"}]
-    messages = [{"role": "system", "content": "Be brief."}, *asked]
+    messages = [{"role": "system", "content": BRIEF}, *asked]
     text = recipe.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert f"```text\n{text}\n```" in (adapter / "README.md").read_text()
+    assert f"\n````text\n{text}\n````" in (adapter / "README.md").read_text()
     text = recipe.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert f"```text\n{text}\n```" in (merged / "README.md").read_text()
+    assert f"\n```text\n{text}\n```" in (merged / "README.md").read_text()
 
 
 def test_a_readme_names_a_base_of_the_hub_and_a_rank_that_vllm_has_to_be_told(trained, tmp_path):
     recipe = trained[1]
     of_hub = replace(recipe, values={**recipe.values, "base": {**recipe.values["base"], "model": "meta/llama"}})
     of_hub.__dict__["tokenizer"] = recipe.tokenizer
-    for rank in (16, 64):
-        (tmp_path / str(rank)).mkdir()
-        config = json.loads((policy_folder(recipe) / "adapter_config.json").read_text()) | {
-            "r": rank,
-            "revision": "abc",
-        }
-        (tmp_path / str(rank) / "adapter_config.json").write_text(json.dumps(config))
-        write_card(of_hub, tmp_path / str(rank), merged=False)
-        card = ModelCard.load(tmp_path / str(rank) / "README.md")
+    own = json.loads((policy_folder(recipe) / "adapter_config.json").read_text()) | {"revision": "abc"}
+    for number, (config, said) in enumerate((
+        ({"r": 16}, ""),
+        ({"r": 64}, "vLLM serves it with `--max-lora-rank 64` or more."),
+        ({"r": 64, "use_dora": True}, "vLLM does not serve it as an adapter (use_dora): export it with `--merge`."),
+        ({"r": 16, "lora_bias": True}, "vLLM does not serve it as an adapter (lora_bias): export it with `--merge`."),
+    )):  # fmt: skip
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(own | config))
+        write_card(of_hub, folder, merged=False)
+        card = ModelCard.load(folder / "README.md")
         assert card.data.base_model == "meta/llama" and card.data.to_dict()["base_model_relation"] == "adapter"
-        assert ("`--max-lora-rank 64`" in card.text) == (rank == 64)
+        assert [line for line in card.text.split("\n") if "vLLM" in line] == ([said] if said else [])
         assert 'from_pretrained("meta/llama", revision="abc")' in card.text
 
 

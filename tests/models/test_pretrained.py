@@ -3,6 +3,8 @@ import os
 import socket
 import threading
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 from datasets import config as datasets_config
@@ -12,7 +14,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from toolkit import hub
 from toolkit.data import read_rows
 from toolkit.errors import DataError, ModelError, ToolkitError
-from toolkit.models import ModelSpec, load_tokenizer, model_config, pretrained
+from toolkit.models import ModelSpec, load_tokenizer, model_config, pretrained, save_tokenizer
 
 
 def test_tokenizer_without_pad_pads_with_eos(tmp_path, tokenizer):
@@ -36,6 +38,39 @@ def test_a_tokenizer_of_mistral_common_has_a_method_in_place_of_its_added_tokens
 
     tokenizer.__class__ = OfMistral
     assert pretrained.embeddings_needed(tokenizer) == max(tokenizer.get_vocab().values()) + 1
+
+
+def test_a_file_outside_of_a_checkpoint_is_not_copied_out_of_it(tmp_path, tokenizer):
+    """Through a link that somebody else has made. Those of the hub's cache lead beside its snapshots."""
+    (tmp_path / "secret").write_text("mine")
+    theirs, snapshot = tmp_path / "theirs", tmp_path / "models--meta--llama" / "snapshots" / "abc"
+    (snapshot.parents[1] / "blobs").mkdir(parents=True)
+    (snapshot.parents[1] / "blobs" / "1").write_text("sentences")
+    for source in (theirs, snapshot):
+        tokenizer.save_pretrained(source)
+    (snapshot / "tokenizer.model").symlink_to(Path("..", "..", "blobs", "1"))
+    (theirs / "own.tiktoken").write_text("words")
+    (theirs / "own.model").symlink_to("own.tiktoken")
+    for name in ("x.model", "chat_template.jinja"):
+        (theirs / name).unlink(missing_ok=True)
+        (theirs / name).symlink_to(tmp_path / "secret")
+    saved = tmp_path / "saved"
+    with pytest.warns(UserWarning, match="is left out: it is a link to .*secret, which is no file of the") as told:
+        save_tokenizer(load_tokenizer(str(theirs)), saved, str(theirs))
+    assert sorted(str(one.message).split(" is left out")[0] for one in told) == [
+        str(theirs / "chat_template.jinja"), str(theirs / "x.model"),
+    ]  # fmt: skip
+    assert (saved / "own.model").read_text() == (saved / "own.tiktoken").read_text() == "words"
+    assert "mine" not in {path.read_text() for path in saved.iterdir()}
+    assert load_tokenizer(str(saved)).chat_template is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_tokenizer(tokenizer, saved, str(snapshot))
+    assert (saved / "tokenizer.model").read_text() == "sentences"
+    tokenizer.chat_template = "{{ messages }}"  # which the recipe names, in place of the checkpoint's
+    with pytest.warns(UserWarning, match=r"x\.model is left out"):
+        save_tokenizer(tokenizer, saved, str(theirs))
+    assert (saved / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The README.md of an exported policy: what it is, how it is prompted, what training changed, and how to load it."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def _served(recipe: Recipe, folder: Path, *, merged: bool) -> list[str]:
     if merged:
         return []
     config = adapter_config(folder)
+    if not_served := [name for name in ("use_dora", "lora_bias") if getattr(config, name)]:  # vllm#6983, #5733
+        return [f"vLLM does not serve it as an adapter ({' and '.join(not_served)}): export it with `--merge`."]
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     return [f"vLLM serves it with `--max-lora-rank {rank}` or more."] if rank > _SERVED_RANK else []
 
@@ -73,8 +76,8 @@ def _prompted(recipe: Recipe) -> list[str]:
     """The text that a message becomes; nothing for a task whose prompts are no messages."""
     with suppress(DataError):
         ids = recipe.task.typed(_MESSAGE)["input_ids"]
-        fence = "```"
         text = recipe.tokenizer.decode(ids)
+        fence = max(["``", *re.findall("`{3,}", text)], key=len) + "`"  # one that the text does not end
         return [f"## Prompts\n\nIn training the message “{_MESSAGE}” was\n\n{fence}text\n{text}\n{fence}"]
     return []
 

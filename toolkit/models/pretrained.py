@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_adapter_config_file
 
 from toolkit import hub
-from toolkit.disk import read_object, write_whole
+from toolkit.disk import read_object, read_text, write_whole
 from toolkit.errors import ModelError
 
 _TOKENIZER_FILES = (
@@ -31,6 +31,7 @@ _TOKENIZER_FILES = (
 )
 _CONFIG = "tokenizer_config.json"
 _OF_OTHERS = ["*.model", "*.tiktoken", "tekken.json"]  # which transformers 5 reads, and as a rule does not write
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 _ANY_TOKENIZER = "PreTrainedTokenizerFast"  # by the name that transformers 4 knows, too
 HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 _POINTER = b"version https://git-lfs"
@@ -61,6 +62,9 @@ def save_tokenizer(
 
     transformers 5 by itself writes no tokenizer.model, without which llama.cpp converts no Gemma. It also writes names
     that transformers 4 refuses, and leaves out whether a text begins and ends with special tokens.
+
+    What is written may be published: of a link that leads out of the checkpoint, which somebody else may have made, the
+    content is left out.
     """
     tokenizer.save_pretrained(folder)
     config = read_object(folder / _CONFIG) or {}
@@ -77,8 +81,24 @@ def save_tokenizer(
             warnings.warn(f"{wrong} Copy them to {folder}: llama.cpp needs them for Gemma.", stacklevel=2)
             return
     for path in (path for pattern in _OF_OTHERS for path in source.glob(pattern)):
-        if path.is_file() and not (folder / path.name).exists():
+        if path.is_file() and not (folder / path.name).exists() and not _left_out(path, source):
             shutil.copyfile(path, folder / path.name)
+    for path in (path for pattern in _TEMPLATES for path in source.glob(pattern)):
+        ours = folder / path.relative_to(source)  # which the recipe may have named in its place
+        if path.is_file() and ours.is_file() and read_text(path) == read_text(ours) and _left_out(path, source):
+            ours.unlink()
+
+
+def _left_out(path: Path, source: Path) -> bool:
+    """Whether a file of a checkpoint is a link to one that is none of its own, which is told."""
+    real, own = path.resolve(), [source.resolve()]
+    if own[0].parent.name == "snapshots":  # of the hub's cache, which links to its files beside them
+        own.append(own[0].parents[1] / "blobs")
+    if any(real.is_relative_to(folder) for folder in own):
+        return False
+    wrong = f"{path} is left out: it is a link to {real}, which is no file of the checkpoint."
+    warnings.warn(f"{wrong} Put a copy of that file in its place, if it is to be given away.", stacklevel=4)
+    return True
 
 
 def _as_json(config: Mapping[str, Any]) -> str:
