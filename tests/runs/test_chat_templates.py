@@ -1,6 +1,7 @@
 """Tokenizers of today's chat models through the front door: recipe, check, sft and ppo on a tiny model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.export import export_adapter
 from toolkit.inference.saved_run import open_run
 from toolkit.models import SharedBase, load_base, save_role
-from toolkit.runs import stages
+from toolkit.runs import build, stages
 from toolkit.runs.check import check
 
 QWEN = (
@@ -261,3 +262,29 @@ def test_an_adapter_that_was_trained_with_another_template_is_told_of(tmp_path, 
     for as_well in (f"base.chat_template={folder}", "data.chat=false"):
         notes = check(chat_recipe(tmp_path, checkpoint, f"start.policy={folder}", as_well)).notes
         assert not any("another chat template" in note.text() for note in notes)
+
+
+def test_an_end_of_turn_at_which_no_response_ends_is_told_of(tmp_path, checkpoint, caplog):
+    """As of Qwen2.5's bases, whose tokenizer has the template of their chat models and another end of sequence."""
+    ends = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
+    sections = {"base": {"model": str(checkpoint), "chat_template": ends}, "reward": None, "scorer": RULES}
+    told = 'no response ends at "<s>" (id 1), with which the chat template ends a turn: a policy that was taught'
+    (tmp_path / "adapter").mkdir()
+
+    def is_told(*changes, stops=(2,), **further):
+        recipe = chat_recipe(tmp_path, checkpoint, *changes, **sections | further)
+        roles = SimpleNamespace(stop_token_ids=lambda tokenizer: [*stops])
+        return build.end_without_stop(recipe, "ppo", roles) is not None
+
+    start = f"start.policy={tmp_path / 'adapter'}"
+    assert is_told() and is_told(start) and not is_told(stops=(2, 1))
+    assert not is_told(sft={"max_steps": 1}) and not is_told(base={"model": str(checkpoint)})
+    of_reward = {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS)}  # which renders the template
+    assert not is_told("data.chat=false", reward={"max_steps": 1}, reward_data=of_reward)
+    (tmp_path / "adapter" / "role.json").touch()  # which the toolkit's own stages write
+    assert not is_told(start)
+    recipe = chat_recipe(tmp_path, checkpoint, **sections)
+    (note,) = (note for note in check(recipe).notes if told in note.wrong)
+    assert note.field == "base.model" and 'write "eos_token_id": [2, 1] into the generation_config.json' in note.remedy
+    build.placed_roles(recipe, "ppo", wanted=())
+    assert caplog.messages == [note.text()]

@@ -10,9 +10,10 @@ from transformers import TrainerCallback, set_seed
 from transformers.utils import is_torch_tf32_available
 
 from toolkit import phases, processes
-from toolkit.data import Kind, RatedResponses, Task
-from toolkit.errors import RecipeError, RewardError, within
+from toolkit.data import Kind, PromptEncoder, RatedResponses, Task
+from toolkit.errors import Problem, RecipeError, RewardError, within
 from toolkit.models import (
+    ROLE_FILE,
     SharedBase,
     default_device,
     fast_precision,
@@ -25,7 +26,7 @@ from toolkit.reports import METRICS_FILE, SCORES_FILE, MetricsFile, of_responses
 from toolkit.rewards import Prompts, Reward, ScorerContext
 from toolkit.spec.plan import adapter_roles, at, section
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sources import Saved, Site
+from toolkit.spec.sources import Saved, Site, Trained
 from toolkit.trainers.common import made_by_trl, precision
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_learning import QTrainer
@@ -187,7 +188,27 @@ def placed_roles(
                 placed = source.place(roles, site(recipe))
             if scores_for(source.role):
                 pad_tokens[source.role] = _pad_token_of(placed.about, recipe, own)
+    if trained is None and (about := end_without_stop(recipe, stage, roles)):
+        phases.tell(about.text())
     return roles, pad_tokens
+
+
+def end_without_stop(recipe: Recipe, stage: str, roles: SharedBase) -> Problem | None:
+    """That the chat template ends a turn with a token at which no response ends, where another tool may have taught
+    the policy of a stage to end so: the sft stage here teaches the end of sequence."""
+    start = recipe.plan.stages[stage].source("reference")
+    ours = isinstance(start, Saved) and Path(start.folder).expanduser().joinpath(ROLE_FILE).is_file()
+    if start is None or isinstance(start, Trained) or ours or recipe.base.model is None or not recipe.task.chats:
+        return None
+    tokenizer, stops = recipe.tokenizer, roles.stop_token_ids(recipe.tokenizer)
+    end = PromptEncoder(tokenizer).ends[-1]
+    token = tokenizer.convert_tokens_to_ids(end)
+    if token in stops:
+        return None
+    wrong = f'no response ends at "{end}" (id {token}), with which the chat template ends a turn: a policy that was '
+    wrong += "taught elsewhere to end so goes on to response_length."
+    remedy = f'If it was, write "eos_token_id": {[*stops, token]} into the generation_config.json of the checkpoint, '
+    return Problem(wrong, "base.model", f"{remedy}of a hub id into that of a downloaded copy, and name its folder.")
 
 
 def _pad_token_of(about: Mapping[str, Any], recipe: Recipe, own: int) -> int:

@@ -176,6 +176,10 @@ class RolesCheck:
                     self.untrained |= {role} if isinstance(source, Fresh) else set()
                     if source is not planned and planned.stage != role:
                         self.starts[role] = f"fresh; the {planned.stage} stage comes first"
+        for stage in (plan.stage for plan in self.plans if self.tokenizer is not None):
+            with suppress(ToolkitError):  # of data, which are read later
+                about = build.end_without_stop(recipe, stage, roles)
+                self.findings.notes += [about] if about is not None and about not in self.findings.notes else []
         if "q" in self.starts:
             self.starts["q_target"] = "a moving average of q"
         if "reference" in sources and not isinstance(sources["reference"], BaseItself):

@@ -115,7 +115,8 @@ GUARDS = (
         lambda share: share == 0.0,
         "no response has ended by itself for {updates} updates: each is cut at the limit.",
         "Where responses are continuations of so many tokens this is no fault. Else set missing_eos_penalty, or raise "
-        "response_length; a base that was never taught to end needs the sft stage.",
+        "response_length; a base that was never taught to end needs the sft stage. One that another tool taught to end "
+        "turns with a token of the chat template may need that among its stops: toolkit check names it.",
         updates=5,
     ),
     Guard(
