@@ -3,6 +3,7 @@ import builtins
 import functools
 import importlib
 import inspect
+import io
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import threading
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -221,10 +223,47 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
         load_function(f"{path}:rule")  # as of its other errors, by file and line
 
 
-def test_a_reward_function_of_grpo_is_wrapped_as_the_page_has_it():
+def coming_from(what):
+    """What the block of the page defines in which that is said."""
     page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (lines,) = (x for x in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if what in x)
     exec(lines, made := {})
+    return made
+
+
+def test_a_reward_function_of_openrlhf_is_wrapped_as_the_page_has_it(monkeypatch):
+    asked = []
+
+    def reward_func(queries, prompts, labels):
+        asked.append((queries, prompts, labels))
+        return {"rewards": torch.arange(4.0), "scores": torch.zeros(4), "extra_logs": {}}
+
+    monkeypatch.setitem(sys.modules, "reward_func", SimpleNamespace(reward_func=reward_func))
+    made = coming_from("def of_openrlhf")
+    check_reward(made["rewarded"], "scorer")
+    batch = replace(rollout(RESPONSES), prompts=list("abcd"), responses=list("wxyz"), gaps=["", " ", "", ""])
+    for columns, labels in (({"answer": list("1234")}, list("1234")), ({"number": [1] * 4}, [""] * 4)):
+        assert score_with(made["rewarded"], replace(batch, columns=columns)).tolist() == [0, 1, 2, 3]
+        assert asked.pop() == (["aw", "b x", "cy", "dz"], list("abcd"), labels)
+
+
+def test_a_server_of_llama_factory_is_asked_as_the_page_has_it():
+    made, asked = coming_from("def served"), []
+
+    def urlopen(request, timeout):
+        asked.append((request.full_url, request.get_method(), request.headers, json.loads(request.data)))
+        return io.BytesIO(b'{"scores": [0.5, 1, 1.5, 2]}')
+
+    made["urlopen"] = urlopen
+    check_reward(made["served"], "scorer")
+    batch = replace(rollout(RESPONSES), prompts=list("abcd"), responses=list("wxyz"), gaps=["", " ", "", ""])
+    assert score_with(made["served"], batch).tolist() == [0.5, 1, 1.5, 2]
+    texts = {"model": "model", "messages": ["aw", "b x", "cy", "dz"]}
+    assert asked == [(made["URL"], "POST", {"Content-type": "application/json"}, texts)]
+
+
+def test_a_reward_function_of_grpo_is_wrapped_as_the_page_has_it():
+    made = coming_from("def of_grpo")
     check_reward(made["thinks"], "scorer")
     check_reward(functools.wraps(made["think_format_reward"])(made["thinks"]), "scorer")
     for handed_on in (functools.cache, lambda f: functools.wraps(f)(lambda *a, **k: f(*a, **k))):

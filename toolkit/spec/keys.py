@@ -70,7 +70,7 @@ _ELSEWHERE = {
     "quantization_bit": "quantization",
     "adapter_name_or_path": "policy",
     "reward_model": "reward",
-    # TRL's GRPO, OpenRLHF and PaLM-rlhf-pytorch: docs/coming_from.md
+    # TRL's GRPO, OpenRLHF, verl and PaLM-rlhf-pytorch: docs/coming_from.md
     "epsilon": "cliprange",
     "epsilon_high": "cliprange_high",
     "eps_clip": "cliprange",
@@ -81,6 +81,10 @@ _ELSEWHERE = {
     "num_iterations": "num_ppo_epochs",
     "max_epochs": "num_ppo_epochs num_train_epochs",
     "prompt_max_len": "max_prompt_length",
+    "max_len": "max_prompt_length",
+    "max_response_length": "response_length",
+    "pretrain": "model",
+    "reward_clip_range": "score_clip",
 }
 
 # What has to be said of a field beside its name, since theirs is in another unit.
