@@ -235,8 +235,12 @@ def test_a_readme_names_a_base_of_the_hub_and_a_rank_that_vllm_has_to_be_told(tr
     for number, (config, said) in enumerate((
         ({"r": 16}, ""),
         ({"r": 64}, "vLLM serves it with `--max-lora-rank 64` or more."),
-        ({"r": 64, "use_dora": True}, "vLLM does not serve it as an adapter (use_dora): export it with `--merge`."),
-        ({"r": 16, "lora_bias": True}, "vLLM does not serve it as an adapter (lora_bias): export it with `--merge`."),
+        ({"use_dora": True}, "vLLM does not serve it as an adapter (use_dora): export it with `--merge`."),
+        (
+            {"lora_bias": True},
+            "vLLM does not serve it as an adapter (lora_bias): export it with `--merge`, which needs a base whose "
+            "adapted layers have biases.",
+        ),
     )):  # fmt: skip
         (folder := tmp_path / str(number)).mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(own | config))

@@ -67,7 +67,9 @@ def _served(recipe: Recipe, folder: Path, *, merged: bool) -> list[str]:
         return []
     config = adapter_config(folder)
     if not_served := [name for name in ("use_dora", "lora_bias") if getattr(config, name)]:  # vllm#6983, #5733
-        return [f"vLLM does not serve it as an adapter ({' and '.join(not_served)}): export it with `--merge`."]
+        way = "export it with `--merge`"
+        way += ", which needs a base whose adapted layers have biases" * config.lora_bias
+        return [f"vLLM does not serve it as an adapter ({' and '.join(not_served)}): {way}."]
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     return [f"vLLM serves it with `--max-lora-rank {rank}` or more."] if rank > _SERVED_RANK else []
 
