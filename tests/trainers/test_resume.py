@@ -554,7 +554,7 @@ def test_time_that_was_spent_before_a_checkpoint_counts(tmp_path):
     assert read_state(tmp_path / "stage" / "checkpoint-1")["seconds"] > 1e6
 
 
-@pytest.mark.parametrize("name", ["left_out", "frozen", "kl_coef_begun_with"])
+@pytest.mark.parametrize("name", ["left_out", "kl_coef_begun_with"])
 def test_a_checkpoint_of_another_version_is_told_from_one_of_this(name, tmp_path, monkeypatch):
     made, own = make(ppo, tmp_path, max_steps=1), PPOTrainer.own_state
     with monkeypatch.context() as patch:
@@ -742,10 +742,32 @@ def test_another_reference_than_the_run_began_with_is_refused(tmp_path):
         run(3, tmp_path / "checkpoint-1")
 
 
+def test_another_frozen_adapter_of_q_is_refused_also_where_no_step_is_left(tmp_path):
+    def run(seed, steps, resumed=None):
+        made = make(q, tmp_path, max_steps=steps)
+        made.roles.add_role("reward", lora())
+        randomize(made.roles, "reward", seed=seed)
+        made.train(resume_from_checkpoint=resumed)
+
+    run(2, 1)
+    for steps in (1, 2):
+        with pytest.raises(CheckpointError, match="the reward adapter is not the one that this run began with"):
+            run(3, steps, tmp_path / "checkpoint-1")
+    change_sealed(tmp_path / "checkpoint-1", "state.json", without_frozen)  # as one of before has none
+    run(3, 2, tmp_path / "checkpoint-1")
+
+
+def without_frozen(text):
+    state = json.loads(text)
+    own = dict(state["map"])["own"]
+    own["map"] = [[name, value] for name, value in own["map"] if name != "frozen"]
+    return json.dumps(state)
+
+
 def test_another_shape_of_adapter_is_refused(tmp_path, monkeypatch):
     make(ppo, tmp_path, max_steps=1).train()
     other = make(ppo_shared_adaptive, tmp_path)
-    monkeypatch.setattr("toolkit.trainers.ppo_loop.frozen_digests", lambda _: {})  # its reward is another, too
+    monkeypatch.setattr("toolkit.trainers.common.frozen_digests", lambda _: {})  # its reward is another, too
     with pytest.raises(ToolkitError, match="belongs to another base|value_head"):
         other.train(resume_from_checkpoint=True)
 
@@ -1328,6 +1350,20 @@ def test_what_was_stopped_goes_on_with_its_own_weights_and_not_with_the_best(by,
     assert evaluated == [0, 1, 2, 3, 4]  # that of the start once
     with pytest.warns(UserWarning, match="the 4 updates of this run are done, and train\\(\\) makes no more"):
         made.train()
+
+
+def test_the_best_weights_are_not_saved_as_those_of_the_last_step(tmp_path):
+    for resumed in (None, True):  # where no step is left, they are put back, too
+        made = measured(q, tmp_path)
+        made.train(resume_from_checkpoint=resumed)
+        with pytest.raises(CheckpointError, match="are in the place of the weights of step 4.* checkpoint-4 has those"):
+            made.save_checkpoint()
+    made.metrics = lambda rollout: {"mine": 2.0}
+    assert made.evaluate()["eval_mine"] == 2.0 and made._metrics_at == EVALUATED  # it is of another step's weights
+    made.args.load_best_model_at_end = False
+    with pytest.warns(UserWarning, match="begins anew"):
+        made.train()
+    assert made.save_checkpoint() == tmp_path / "checkpoint-4"
 
 
 def test_weights_that_were_not_saved_are_not_gone_on_with_as_the_best(tmp_path):

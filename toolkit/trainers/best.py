@@ -18,7 +18,7 @@ class BestOfSaved(GuardedSteps):
     """A `Trainer` that knows its best checkpoint: of the best evaluation of those at whose step one was saved."""
 
     state: Any  # set by transformers' Trainer
-    _best_put_at: int | None = None  # the step at whose end the best weights were put in place of its own
+    _best_put_at: int | None = None  # the step in place of whose weights those of a better one are
     _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
 
     def is_best(self, metrics: dict[str, float]) -> bool:
@@ -34,10 +34,17 @@ class BestOfSaved(GuardedSteps):
         self._note_metric(metrics)
         return super().is_best(metrics)
 
+    def load_best(self) -> None:
+        """As of every trainer; where they are those of an earlier step, it is noted."""
+        super().load_best()
+        if (step := self.state.global_step) != checkpoints.step_of(Path(self.state.best_model_checkpoint)):
+            self._best_put_at = step
+
     def _note_metric(self, metrics: Mapping[str, float]) -> None:
-        """Keep what decides which checkpoint is the best, of an evaluation of the held-out rows as they are now."""
+        """Keep what decides which checkpoint is the best, of an evaluation of the held-out rows as they are now, and of
+        this step's own weights."""
         key = self._best_by
-        if key is not None and key in metrics:
+        if key is not None and key in metrics and self._best_put_at != self.state.global_step:
             self._metrics_at[self.state.global_step] = float(metrics[key])
 
     @cached_property

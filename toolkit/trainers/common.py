@@ -33,6 +33,7 @@ from toolkit.rewards import Reward
 from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
 from toolkit.trainers.resume import ResumableTrainer, check_undivided
 from toolkit.trainers.rollouts import RoleRollouts
+from toolkit.trainers.same_run import check_frozen, frozen_digests
 from toolkit.trainers.self_checks import check_tokenizer
 from toolkit.trainers.trainer_internals import autocast
 
@@ -85,6 +86,7 @@ class RoleTrainer(ResumableTrainer):
         return [f"{role}/{ROLE_FILE}" for role in self.saved_roles]
 
     def load_saved(self, folder: Path) -> None:
+        self._best_put_at = None
         if self.roles is None:
             return load_classifier_weights(self.model, folder / "model")
         for role in self.saved_roles:
@@ -250,7 +252,7 @@ class SamplingTrainer(RoleTrainer):
             self.last_evaluation = self.state.global_step, evaluation
             self.evaluated(evaluation.metrics, evaluation.rollout.responses, evaluation.rollout.prompts)
         named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
-        if eval_dataset is None and self._best_put_at != self.state.global_step:
+        if eval_dataset is None:
             self._note_metric(named)
         self.log(dict(named))
         stoppers = [one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
@@ -261,6 +263,18 @@ class SamplingTrainer(RoleTrainer):
             for one, counter in zip(stoppers, counted, strict=True):
                 one.early_stopping_patience_counter = counter
         return named
+
+    @property
+    def frozen(self) -> dict[str, str]:
+        """By role a digest of each adapter that training leaves as it is."""
+        saved = {*self.saved_roles}  # q_target among them, which moves and gets no gradient
+        return {role: digest for role, digest in frozen_digests(self.roles).items() if role not in saved}
+
+    def check_run(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """As of every trainer; and of the adapters that the run began with and does not train."""
+        super().check_run(checkpoint, state)
+        now = self.frozen
+        check_frozen(state["own"].get("frozen", now), now)  # an older checkpoint of q has none
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """transformers', of a model's outputs: refused."""

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer
 from toolkit import processes
 from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator, parts_of, values_of
-from toolkit.errors import CheckpointError, ConfigError, DataError, ToolkitError
+from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.rewards import Reward
 from toolkit.sampling import check_room, measured_with
@@ -179,17 +179,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             write_model_card(folder, self.roles, base_name=self.base_name)
 
     def save_checkpoint(self) -> Path:
-        """As of every trainer.
-
-        Raises:
-            CheckpointError: the weights of the best checkpoint have taken the place of this step's.
-        """
-        if (step := self.state.global_step) == self._best_put_at:
-            wrong = f"the trainer now holds the best checkpoint's weights, not those of step {step}."
-            has = f"{self._folder_of(step).name} has those of step {step}, if it was saved."
-            remedy = f"save_model saves the best ones; {has}"
-            raise CheckpointError(wrong, remedy=remedy)
-        self._prepare_training()  # in a loop of your own there may be no update yet
+        """As of every trainer, also before the first update."""
+        self._prepare_training()
         return super().save_checkpoint()
 
     @by_own_accelerate

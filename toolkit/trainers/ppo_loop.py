@@ -22,7 +22,7 @@ from toolkit.rewards import Scores, check_scores, concatenate_scores, state_of, 
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, where_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
-from toolkit.trainers.same_run import check_frozen, frozen_digests, of_this_version, other_setting
+from toolkit.trainers.same_run import of_this_version, other_setting
 
 
 class PPOLoop(SharedBaseTrainer):
@@ -122,14 +122,12 @@ class PPOLoop(SharedBaseTrainer):
                 wrong = f"the weights of update {step} were not saved, and those of the best checkpoint replaced them."
                 raise CheckpointError(f"train() cannot go on: {wrong}", remedy=f"Use {way_on}.")
             self.load_saved(self._folder_of(step))
-            self._best_put_at = None
 
     def _put_best(self) -> None:
         """The weights of the best checkpoint, but not where a signal has stopped: it may go on with its own."""
         state, paused = self.state, self._request.met and self.state.global_step < self.total_updates
         if self.args.load_best_model_at_end and state.best_model_checkpoint and not paused:
             self.load_best()
-            self._best_put_at = state.global_step
 
     def _end_pass_if_asked(self) -> None:
         """Leave the rest of the pass out where a callback ends it."""
@@ -356,7 +354,7 @@ class PPOLoop(SharedBaseTrainer):
             "metrics": self._last_metrics,
             "shown": self._shown,
             "last_logged": self._last_logged,
-            "frozen": frozen_digests(self.roles),
+            "frozen": self.frozen,
             "watch": vars(self.watch),
         }
 
@@ -364,14 +362,12 @@ class PPOLoop(SharedBaseTrainer):
         super().check_checkpoint(checkpoint, state)
         own = state["own"]
         with processes.agreed():  # an error of all is told once
-            check_frozen(own["frozen"], frozen_digests(self.roles))
             if (begun_with := own["kl_coef_begun_with"]) != self._kl_coef_begun_with:
                 raise other_setting(checkpoint, "kl_coef", begun_with, self._kl_coef_begun_with)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
         self._passed_over, self._left_out = state["passed_over"], state["left_out"]
-        self._best_put_at = None
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]

@@ -144,7 +144,7 @@ class QTrainer(SamplingTrainer):
         return super().best_of(prompts, n)
 
     def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "sums_from": self._sums_from}
+        return {**super().own_state(), "sums_from": self._sums_from, "frozen": self.frozen}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         super().load_own_state(state)

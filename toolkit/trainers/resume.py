@@ -145,12 +145,14 @@ class ResumableTrainer(BestOfSaved):
                 if over:  # the checkpoint's run may have been longer
                     state.max_steps = length
                 with processes.agreed(), of_this_version(checkpoint):
-                    check_same_run(checkpoint, self._restoring, self._identity)
+                    self.check_run(checkpoint, self._restoring)
                 self.load_callbacks()
                 for one in self._metrics_files:
                     one.cut()
-                best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
-                self.load_saved(Path(best) if best else checkpoint)
+                if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                    self.load_best()
+                else:
+                    self.load_saved(checkpoint)
                 self._count_resumption(checkpoint)
                 self.load_progress(checkpoint)
                 return TrainOutput(state.global_step, 0.0, {})
@@ -182,10 +184,12 @@ class ResumableTrainer(BestOfSaved):
         return passes if known or math.ceil(args.num_train_epochs) < before else max(passes, state.max_steps)
 
     def check_alike(self) -> None:
-        """Nothing, if several processes begin with the same settings, base, data, adapters and versions, else a
-        SelfCheckError."""
+        """Nothing, if several processes begin with the same settings, base, data, adapters and versions, and a sum over
+        them is of all, else a SelfCheckError."""
         with processes.agreed():
             check_alike({**self._identity, "settings": self._settings}, self.roles, trained=self._trained)
+        with processes.agreed():
+            sum_like_gradients(self._trained)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
@@ -208,8 +212,6 @@ class ResumableTrainer(BestOfSaved):
             check_undivided(self.accelerator)
             check_batch(self.args, len(self.train_dataset))
         self.check_alike()
-        with processes.agreed():
-            sum_like_gradients(self._trained)
         asked = resume_from_checkpoint
         at_work = self._saved_at is not None or self.state.global_step
         if asked in (None, False) and not (self._trains_on and at_work):
@@ -250,7 +252,7 @@ class ResumableTrainer(BestOfSaved):
 
     def _meets(self) -> str:
         if 0 < self.state.max_steps <= self.state.global_step:
-            return "what is in hand after the last step is finished and saved, then it stops."
+            return "what is due after the last step is completed and saved, then it stops."
         return f"step {self.state.global_step + 1} of {self.state.max_steps} is finished and saved, then it stops."
 
     def _whole_checkpoint(self, asked: str | Path | bool) -> Path:
@@ -283,8 +285,13 @@ class ResumableTrainer(BestOfSaved):
         Of several processes the main one writes: what it knows, the others know too.
 
         Raises:
+            CheckpointError: the weights of the best checkpoint have taken the place of this step's.
             SelfCheckError: the processes do not hold the same weights.
         """
+        if (step := self.state.global_step) == self._best_put_at:
+            wrong = f"the trainer now holds the best checkpoint's weights, not those of step {step}."
+            has = f"{self._folder_of(step).name} has those of step {step}, if it was saved."
+            raise CheckpointError(wrong, remedy=f"save_model saves the best ones; {has}")
         if self._goes_on_from is None and self._saved_at is None:  # in a loop of your own that has read no checkpoint
             self._leave_earlier_try("this loop begins anew", "load_checkpoint", logged_itself=False)
         self._check_equal()
@@ -386,7 +393,8 @@ class ResumableTrainer(BestOfSaved):
         return True
 
     def _begin_anew(self) -> None:
-        self._saved_at, step, way = None, self.state.global_step, "train(resume_from_checkpoint=True)"
+        self._saved_at = self._best_put_at = None
+        step, way = self.state.global_step, "train(resume_from_checkpoint=True)"
         told = self._trained_before()
         if self._leave_earlier_try("training begins anew", way, logged_itself=step > 0, told=told):
             return
@@ -417,11 +425,15 @@ class ResumableTrainer(BestOfSaved):
             one.earlier = range(0)
         self._find_best()
 
+    def check_run(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Raises CheckpointError: what a checkpoint's state relies on, and does not hold, is that of another run."""
+        check_same_run(checkpoint, state, self._identity)
+
     def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Raises CheckpointError: the whole state of a checkpoint is that of another run."""
         groups, now = state["optimizer"]["param_groups"], self.optimizer.param_groups
         with processes.agreed():  # an error of all is told once
-            check_same_run(checkpoint, state, self._identity)
+            self.check_run(checkpoint, state)
             if (before := state["optim"]) != (kind := self.args.optim.value):
                 raise other_setting(checkpoint, "setting optim", before, kind)
             if len(groups) != len(now):

@@ -124,7 +124,8 @@ class TrainerHooks(Trainer):
         if checkpoint is not None:
             self.load_progress(Path(checkpoint))
 
-    _load_best_model = load_best
+    def _load_best_model(self) -> None:
+        self.load_best()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """As transformers' own, which with a `save_total_limit` of 1 deletes all checkpoints but the best at the end,
