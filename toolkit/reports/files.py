@@ -153,6 +153,10 @@ class MetricsFile(TrainerCallback, ExportableState):
         """What there was when this was made, or what it `logged_itself` in training, is of another course."""
         self.earlier = range(self.lines if logged_itself else self._found)
 
+    def forget_earlier(self) -> None:
+        """Drop none of another course any more: the checkpoint that was read has its own number of lines."""
+        self.earlier = range(0)
+
     def drop_earlier(self) -> None:
         """Drop the lines of another course."""
         if self.earlier:

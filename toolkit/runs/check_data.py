@@ -20,11 +20,11 @@ from toolkit.sampling import check_room
 from toolkit.spec.plan import at, by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
-from toolkit.trainers.resume import check_batch, steps_of_a_pass
 from toolkit.trainers.reward import check_labels
-from toolkit.trainers.self_checks import check_can_merge, check_dataset, check_graphs
+from toolkit.trainers.self_checks import check_batch, check_can_merge, check_dataset, check_graphs
 from toolkit.trainers.sft import with_loss
 from toolkit.trainers.stock_ppo import check_trl_loop
+from toolkit.trainers.transformers_loop import steps_of_a_pass
 
 _NOT_NEEDED = "not needed for ppo"
 _IDS_SHOWN, _TEXT_SHOWN = 12, 200  # of an example

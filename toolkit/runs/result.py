@@ -16,7 +16,7 @@ from toolkit.runs.folder import finish
 from toolkit.runs.owned import SAMPLES_FILE
 from toolkit.runs.said import say
 from toolkit.spec.recipe import Recipe
-from toolkit.trainers.resume import has_stopped
+from toolkit.trainers.best import has_stopped
 
 
 def figures(

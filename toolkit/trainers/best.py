@@ -8,10 +8,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from transformers import EarlyStoppingCallback
+
 from toolkit import checkpoints, processes
 from toolkit.errors import ConfigError
 from toolkit.trainers.not_finite import GuardedSteps
 from toolkit.trainers.same_run import trainer_state
+
+
+def has_stopped(stopper: EarlyStoppingCallback) -> bool:
+    """Whether its patience is at an end."""
+    return bool(stopper.early_stopping_patience_counter >= stopper.early_stopping_patience)
 
 
 class BestOfSaved(GuardedSteps):
@@ -19,7 +26,6 @@ class BestOfSaved(GuardedSteps):
 
     state: Any  # set by transformers' Trainer
     _best_put_at: int | None = None  # the step in place of whose weights those of a better one are
-    _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """As of every trainer; and what decides is noted, for when this step is saved.
@@ -78,8 +84,6 @@ class BestOfSaved(GuardedSteps):
 
     def _find_best(self) -> None:
         """The best checkpoint where this run now is, of one that goes on."""
-        # transformers forgets one that is not where it was.
-        self.state.best_model_checkpoint = self.state.best_model_checkpoint or self._noted_best
         best = processes.by_main(self._whole_best)
         self.state.best_model_checkpoint = None if best is None else str(best)
 

@@ -16,6 +16,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from toolkit import phases, processes
+from toolkit.checkpoints import kept_random_states
 from toolkit.data import PromptCollator, RatedCollator, values_of
 from toolkit.errors import DataError, RecipeError, ToolkitError
 from toolkit.models import (
@@ -31,11 +32,12 @@ from toolkit.models import (
 from toolkit.reports import Progress
 from toolkit.rewards import Reward
 from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
-from toolkit.trainers.resume import ResumableTrainer, check_undivided
+from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.rollouts import RoleRollouts
 from toolkit.trainers.same_run import check_frozen, frozen_digests
-from toolkit.trainers.self_checks import check_tokenizer
+from toolkit.trainers.self_checks import check_tokenizer, check_undivided
 from toolkit.trainers.trainer_internals import autocast
+from toolkit.trainers.transformers_loop import TransformersLoop
 
 
 def in_place_of_progress(trainer: Trainer, callbacks: list[TrainerCallback] | None) -> None:
@@ -93,12 +95,20 @@ class RoleTrainer(ResumableTrainer):
             load_weights(self.roles, role, folder / role)
 
 
-class SupervisedTrainer(RoleTrainer):
+class SupervisedTrainer(TransformersLoop, RoleTrainer):
     """A trainer on given texts, whose evaluations are passes over such, too."""
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         with nullcontext() if self.roles is None else self.roles.unpacked_for_gradients():
             return super()._run(checkpoint, arguments)
+
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        """As in `Trainer`; training draws the same random numbers whether it was called or not."""
+        with kept_random_states(), phases.phase("evaluation"):
+            measured = super().evaluate(*arguments, **named)
+        if not arguments and named.get("eval_dataset") is None:
+            self._note_metric(measured)
+        return measured
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in `Trainer`, with all held-out rows: `dataloader_drop_last` is for batches to train on."""

@@ -109,7 +109,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             raise DataError(wrong, field="min_response_length", remedy=remedy)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """An optimizer over the trained roles, whichever of them happens to be active."""
+        """An optimizer over the trained roles, whichever of them happens to be active.
+
+        `spec.trial` calls it on a trainer that was not made, and has only what is read here.
+        """
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.roles)
             made = kind(list(self._parameter_groups()), **arguments)
@@ -196,12 +199,11 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         with of_this_version(checkpoint):
             self.check_checkpoint(checkpoint, state)  # before anything is changed
         noted = trainer_state(type(self.state), checkpoint)
-        self._restoring = state
         self.load_saved(checkpoint)
         self.state = noted
         self.load_callbacks()
-        self.restore_optimizer(checkpoint)
-        self.load_progress(checkpoint)
+        self.restore_optimizer(checkpoint, state)
+        self.restore_progress(checkpoint, state)
         return state
 
     # ------------------------------------------------------------------ what remains of TRL's methods

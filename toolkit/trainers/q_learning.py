@@ -26,6 +26,7 @@ from toolkit.sampling import BestOf, Rows
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.rollouts import QRollouts
+from toolkit.trainers.transformers_loop import TransformersLoop
 
 
 class _AverageTarget(TrainerCallback):
@@ -36,7 +37,7 @@ class _AverageTarget(TrainerCallback):
         models.update_q_target(self.roles, decay=self.decay)
 
 
-class QTrainer(SamplingTrainer):
+class QTrainer(TransformersLoop, SamplingTrainer):
     """transformers' `Trainer` for the role "q" of a shared base; `named` arguments are those of `SamplingTrainer`.
 
     Args:
