@@ -344,7 +344,7 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(common, besides, tmp_p
         )  # later TRLs have it in another form, and pad
         assert read[0]["input_ids"].shape == ((1, {0: 24, 8: 56, 9: 32}[common]) if packs else (4, 9 + common))
         assert read[0]["attention_mask"].all() != masked
-        found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.measured()])
+        found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.trl_metrics()])
     *others, (*padded, expected) = found
     assert expected["num_tokens"] == [20 + 4 * common]
     for *ours, metrics in others:

@@ -17,7 +17,7 @@ from toolkit.data import Rollout
 from toolkit.disk import as_the_umask_says, writing
 from toolkit.errors import SelfCheckError, ToolkitError
 from toolkit.reports import write_jsonl
-from toolkit.trainers.share import DividedSteps
+from toolkit.trainers.divided_steps import DividedSteps
 
 BROKEN_ROWS, BROKEN_TENSORS = "not_finite.jsonl", "not_finite.safetensors"
 MOST_IN_A_ROW = 3
@@ -75,11 +75,13 @@ class SkipNotFinite(TrainerCallback):
         self.skip(f"the gradient's norm is {norm}")
 
 
-def save_broken(folder: Path, *, rollout: Rollout | None = None, tensors: Mapping[str, Tensor | None]) -> str:
+def save_broken(
+    folder: Path, *, rollout: Rollout | None = None, tensors: Mapping[str, Tensor | None] | None = None
+) -> str:
     """Write a batch in which something is not finite, for a look at it; the names of the files."""
     held = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
+        for name, tensor in (tensors or {}).items()
         if torch.is_tensor(tensor)
     }
     written = []

@@ -49,7 +49,7 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
             loss = (loss, outputs) if return_outputs else loss
         if further and self.model.training:  # TRL counts what the mask lets through
             self.tokens_read -= further
-            self.measured()["num_tokens"] = [self.tokens_read]
+            self.trl_metrics()["num_tokens"] = [self.tokens_read]
         return loss
 
     @property

@@ -167,7 +167,7 @@ class TrainerHooks(Trainer):
         stopped in the middle of its accumulation leaves off."""
         self.accelerator.gradient_state._set_sync_gradients(True)
 
-    def measured(self, mode: str = "train") -> dict[str, list[float]]:
+    def trl_metrics(self, mode: str = "train") -> dict[str, list[float]]:
         """What TRL has measured since the last line of metrics, an entry a micro-batch; transformers nothing."""
         found: dict[str, list[float]] = getattr(self, "_metrics", {mode: {}})[mode]
         return found
@@ -191,7 +191,7 @@ class TrainerHooks(Trainer):
         return {
             "loss": float(self._tr_loss),
             "last_logged": self._globalstep_last_logged,
-            "metrics": {name: [float(value) for value in values] for name, values in self.measured().items()},
+            "metrics": {name: [float(value) for value in values] for name, values in self.trl_metrics().items()},
             "tokens": self.tokens_read,
         }
 
@@ -200,8 +200,8 @@ class TrainerHooks(Trainer):
         self._tr_loss = torch.tensor(state["loss"], device=self.args.device)
         self._total_loss_scalar = -state["loss"]  # transformers reports the mean loss of this call alone
         self._globalstep_last_logged = state["last_logged"]
-        self.measured().clear()  # of steps that are made again, where the same trainer goes on
-        self.measured().update(state["metrics"])
+        self.trl_metrics().clear()  # of steps that are made again, where the same trainer goes on
+        self.trl_metrics().update(state["metrics"])
         self.tokens_read = state["tokens"]
 
 
