@@ -622,6 +622,26 @@ def test_the_first_sum_is_before_the_work_and_as_large_as_one_of_gradients(two, 
         assert first == [trained] and seen == [trained, trained] and unchanged
 
 
+def fails_alone(folder, name):
+    """What a process says where the last one of them runs out of memory in a method of its trainer or optimizer."""
+    ours = trainer(folder, reward=count_reward(9), max_steps=1)
+    if name == "step":
+        ours._prepare_training()
+    if processes.rank():
+        held = ours.optimizer if name == "step" else ours
+        setattr(held, name, mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+    try:
+        ours.train()
+    except (ToolkitError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_memory_that_one_lacks_for_the_optimizer_or_a_check_is_told_once(two, tmp_path):
+    for name in ("create_optimizer", "_check_rollouts", "step"):
+        heard = ["PeerError: process 1 of 2: OutOfMemoryError: no room", "OutOfMemoryError: no room"]
+        assert two(fails_alone, tmp_path, name) == heard, name
+
+
 def own_metric(folder):
     number = processes.rank()
     ours = trainer(Path(folder) / str(number))

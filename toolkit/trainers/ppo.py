@@ -134,7 +134,8 @@ class PPOTrainer(PPOLoop):
             warnings.warn(all_dropped, stacklevel=2)
             stats = {"kl_coef": self.kl_coef, "optimizer_steps": 0.0}
         if not self._followed and stats["optimizer_steps"]:  # they follow the policy that an update has made, too
-            self._check_rollouts()
+            with processes.agreed():
+                self._check_rollouts()
             self._followed = True
         if self.args.drop_short_responses:
             stats["dropped_responses"] = float(len(responses) - len(kept))
@@ -189,7 +190,7 @@ class PPOTrainer(PPOLoop):
         broken = next((name for name in read if not getattr(experience, name).isfinite().all()), None)
         with processes.agreed():  # an error of all is told once
             if broken is not None:
-                self._in_hand, self._in_scoring = experience._asdict(), experience.rollout
+                self._at_fault = {"rollout": experience.rollout, "tensors": experience._asdict()}
                 remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not help."
                 raise NotFiniteError(f"what is read of the responses is not finite ({broken}).", remedy=remedy)
 
@@ -221,7 +222,7 @@ class PPOTrainer(PPOLoop):
     def _update(self, experience: Experience) -> dict[str, float]:
         """Several passes over the batch. Returns the mean of each metric over all optimizer steps, and how many."""
         totals: dict[str, list[float]] = defaultdict(list)
-        self._passed_over_steps = 0
+        self._broken_steps = 0
         self.roles.train()
         try:
             for rows in self._mini_batches(len(experience.rollout)):
@@ -236,7 +237,7 @@ class PPOTrainer(PPOLoop):
         finally:
             self.roles.eval()
             self.optimizer.zero_grad()  # what an error or Ctrl-C leaves behind is no part of the next step
-        if not self._passed_over_steps:
+        if not self._broken_steps:
             self.skipped.in_a_row = 0
         means = {name: sum(values) / len(values) for name, values in totals.items()}
         return {**means, "optimizer_steps": float(len(totals["grad_norm"]))}
@@ -269,7 +270,8 @@ class PPOTrainer(PPOLoop):
                 self.optimizer.zero_grad()
                 return {}
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
-        self.optimizer.step()
+        with processes.agreed():  # its first one takes memory
+            self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self.optimizer.zero_grad()
         return totals
@@ -296,8 +298,8 @@ class PPOTrainer(PPOLoop):
         scale = loss_scale(self.accelerator)
         if scale is not None and scale > 1:
             return
-        too_many = self.skipped.add(of_the_same=self._passed_over_steps > 0)
-        self._passed_over_steps += 1
+        too_many = self.skipped.add(of_the_same=self._broken_steps > 0)
+        self._broken_steps += 1
         if too_many:
             why = f"the gradient's norm is {norm}"
             self.stop_broken(why, rollout=experience.rollout, tensors=experience._asdict())
@@ -331,7 +333,10 @@ class PPOTrainer(PPOLoop):
         (loss if scaler is None else scaler.scale(loss)).backward()
 
     def _backward_micro_batch(self, experience: Experience, part: list[int], count: float) -> dict[str, float]:
-        """Losses of a few rows as their share of a mini-batch of `count` tokens, and their gradients."""
+        """Losses of a few rows as their share of a mini-batch of `count` tokens, and their gradients.
+
+        `costs.update` counts it on a trainer that was not made, and has only what is read here.
+        """
         args, roles = self.args, self.roles
         sequences = self.rollouts.sequences(experience.rollout, part)
         held, mask = experience.of(part, sequences.response_mask), sequences.response_mask

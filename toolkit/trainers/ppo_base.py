@@ -152,12 +152,13 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             return
         if not self.args.rollout_do_sample:
             warnings.warn(GREEDY_ROLLOUTS.text(), stacklevel=2)
-        self._check_best_by()
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
-        self_checks.check_in_optimizer(self.roles, self.optimizer)
-        self.optimizer = self.accelerator.prepare(self.optimizer)
-        self._check_rollouts()
+        with processes.agreed():  # an error of all is told once
+            self._check_best_by()
+            self.create_optimizer()
+            self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
+            self_checks.check_in_optimizer(self.roles, self.optimizer)
+            self.optimizer = self.accelerator.prepare(self.optimizer)
+            self._check_rollouts()
         self._ready = True
 
     def _check_best_by(self) -> None:

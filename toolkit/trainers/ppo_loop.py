@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit import phases, processes
 from toolkit.checkpoints import check_state, get_random_states, problem_of, set_random_states
-from toolkit.data import Rollout, concatenate
+from toolkit.data import concatenate
 from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, RewardStateError, ToolkitError
 from toolkit.functional import Moments
 from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
@@ -36,8 +36,10 @@ class PPOLoop(SharedBaseTrainer):
         self.watch = Watch()
         self.measured_before: tuple[Mapping[str, float], Sequence[str], Sequence[str]] | None = None
         """Metrics, responses and prompts of before the first update, of which a checkpoint may not know."""
-        self._in_scoring: Rollout | None = None
-        self._in_hand: dict[str, Any] = {}
+        self._at_fault: dict[str, Any] = {}
+        """The batch that is written if it is not finite, as `where_broken` takes it."""
+        self._broken_steps = 0
+        """Optimizer steps of the update in hand whose gradient was not finite."""
         self._drawn = 0
         """Prompts that the update in hand has drawn."""
         self._passed_over = 0
@@ -243,7 +245,7 @@ class PPOLoop(SharedBaseTrainer):
         if not self.skipped.add():
             return False
         folder = Path(self.args.output_dir)
-        saved = where_broken(folder, rollout=self._in_scoring, tensors=self._in_hand)
+        saved = where_broken(folder, **self._at_fault)
         before = f"So were those of the {MOST_IN_A_ROW - 1} updates before, which were passed over."
         error.add_remedy(f"{before} {saved}".strip())
         return True
@@ -267,17 +269,17 @@ class PPOLoop(SharedBaseTrainer):
     def _timed_step(self) -> dict[str, float]:
         """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
         rollouts, all_scores, parts = [], [], []
-        self._in_hand, self._drawn = {}, 0
+        self._drawn = 0
         rollout_seconds = score_seconds = 0.0
         for left in reversed(range(self.args.rollouts_per_update)):
             batch = self.dataloader.next_batch()
             self._drawn += len(batch["prompt_ids"])
             started = time.perf_counter()
-            self._in_scoring = None
+            self._at_fault = {}
             with phases.phase("rollout"):
                 rollouts.append(self.generate(batch))
             sampled = time.perf_counter()
-            self._in_scoring = rollouts[-1]
+            self._at_fault = {"rollout": rollouts[-1]}
             with phases.phase("score"):
                 all_scores.append(check_scores(self.score(batch, rollouts[-1]), rollouts[-1]))
             parts.append(self._parts)
