@@ -614,6 +614,7 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
     def local(rollout):
         return [0.0] * len(rollout)
 
+    local.last_saved = ()  # it stands for its trainer, too
     recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2}, reward=None)
     with pytest.raises(ConfigError, match="callbacks: a list of them is needed, got TrainerCallback"):
         recipe.ppo_trainer(reward=local, callbacks=TrainerCallback())
@@ -622,7 +623,13 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
     with pytest.raises(DataError, match="batch"):
         chat_recipe(tmp_path, checkpoint).ppo_trainer(train_dataset=["Why?"])
     assert began == ["sft"]
-    monkeypatch.setitem(build.MAKERS, "ppo", lambda recipe, callbacks: recipe.task.prompts("train"))
+
+    def made(recipe, callbacks):
+        rows = recipe.task.prompts("train")
+        rows.last_saved = ()
+        return rows
+
+    monkeypatch.setitem(build.MAKERS, "ppo", made)
     many = chat_recipe(tmp_path, checkpoint, "ppo.per_device_train_batch_size=20", name="many")  # of 24 prompts
     mine = [f"Why {i}?" for i in range(40)]
     assert len(many.ppo_trainer(train_dataset=mine)) == 40 and began == ["sft", "reward"]

@@ -542,8 +542,8 @@ def test_adapters_are_converted_once_for_each_reading_and_optimizer_step(tmp_pat
         assert all(group.kept is None for group in ours.roles._fused)
         return read, len(converted) / len(ours.roles._fused), snapshot(ours.roles)
 
-    converted, own = [], fused_lora._adapters
-    monkeypatch.setattr(fused_lora, "_adapters", lambda *given: converted.append(given) or own(*given))
+    converted, own = [], fused_lora._Adapters.of
+    monkeypatch.setattr(fused_lora._Adapters, "of", lambda *given: converted.append(given) or own(*given))
     read, times, kept = weights()
     assert read == 3 and times == 2 * 2  # policy, value and reward, and epochs
     monkeypatch.setattr(SharedBase, "weights_kept", nullcontext)

@@ -172,7 +172,7 @@ class FrozenLM(nn.Module):
 
     def _merged_forwards(self, *, asked: bool, on_cpu: bool) -> list[tuple[Any, Any]]:
         """Layers that an adapter is merged into inside `unpacked`, each with what makes its pass."""
-        return []
+        raise NotImplementedError  # which layers these are only a base with roles knows
 
     def to_unpack(self, *, merged: bool, on_cpu: bool) -> list[Any]:
         """The layers that hold their weights a second time inside `unpacked`: all on a CPU that has room for all of

@@ -138,7 +138,7 @@ class Fused:
 
     def _are_known(self, place: int, layers: list[Any], of_layers: list[tuple[str, ...]], x: Tensor) -> bool:
         """Whether a pass over these layers with these adapters is the plain one, without dropout at work."""
-        known = (Kept() if self.kept is None else self.kept).known
+        known = (self.kept or Kept()).known
         key = (place, *of_layers, x.dtype, autocast := in_autocast(x))
         if key not in known:
             plain = all(_is_known(layer, its, x, autocast) for layer, its in zip(layers, of_layers, strict=True))
@@ -154,7 +154,7 @@ class Fused:
         bases = [layer.base_layer for layer in layers]
         if not any(names):
             return [base(x) for base in bases]
-        adapters = self._adapters(place, layers, names, computed_in(x))
+        adapters = self._kept_adapters(place, layers, names, computed_in(x))
         factors = [factor for pair in adapters.factors for factor in pair]
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *factors)):
             return _Pass.apply(x, bases, adapters, *factors)
@@ -166,7 +166,7 @@ class Fused:
         rows = product.view(-1, product.shape[-1])
         whole = rows[:, : joint.width]
         if any(names):
-            adapters = self._adapters("joint", self.layers, names, joint.dtype)
+            adapters = self._kept_adapters(0, self.layers, names, joint.dtype, as_one=True)
             up = adapters.up[0]
             assert up is not None
             if names == joint.names:
@@ -179,15 +179,15 @@ class Fused:
                 whole += torch.nn.functional.linear(low, up)
         return whole.view(*x.shape[:-1], -1).split_with_sizes(joint.sizes, dim=-1)
 
-    def _adapters(
-        self, place: int | str, layers: list[Any], names: list[str | None], dtype: torch.dtype
+    def _kept_adapters(
+        self, place: int, layers: list[Any], names: list[str | None], dtype: torch.dtype, *, as_one: bool = False
     ) -> "_Adapters":
         """Those of layers in the precision of a pass, made once while weights are kept."""
-        key = (place, *names, dtype)
-        kept = (Kept() if self.kept is None else self.kept).adapters
+        key = (place, *names, dtype, as_one)
+        kept = (self.kept or Kept()).adapters
         if key not in kept:
-            of_layers = _adapters(layers, names, dtype)
-            kept[key] = of_layers if place != "joint" else of_layers.as_one(layers)
+            of_layers = _Adapters.of(layers, names, dtype)
+            kept[key] = of_layers.as_one(layers) if as_one else of_layers
         return kept[key]
 
     def join(self, copied: Callable[..., Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
@@ -275,24 +275,25 @@ class _Adapters(NamedTuple):
     down: Tensor  # (R, I), every A in the precision of the pass
     up: list[Tensor | None]  # s · B
 
+    @classmethod
+    def of(cls, layers: Sequence[Any], names: Sequence[str | None], dtype: torch.dtype) -> "_Adapters":
+        """Those of layers by name, None for none of a layer, in the precision of a pass."""
+        factors: list[Any] = [
+            (None, None) if name is None else (layer.lora_A[name].weight, layer.lora_B[name].weight)
+            for layer, name in zip(layers, names, strict=True)
+        ]
+        scalings = [0.0 if name is None else layer.scaling[name] for layer, name in zip(layers, names, strict=True)]
+        with torch.no_grad():
+            down = [a.to(dtype) for a, _ in factors if a is not None]
+            up = [None if b is None else (b * s).to(dtype) for (_, b), s in zip(factors, scalings, strict=True)]
+            ranks = [0 if a is None else len(a) for a, _ in factors]
+            return cls(factors, scalings, ranks, down[0] if len(down) == 1 else torch.cat(down), up)
+
     def as_one(self, layers: Sequence[Any]) -> "_Adapters":
         """Those of one layer that has the outputs of all."""
         sizes = [layer.base_layer.out_features for layer in layers]
         blocks = [self.down.new_empty(size, 0) if b is None else b for b, size in zip(self.up, sizes, strict=True)]
         return self._replace(ranks=[sum(self.ranks)], up=[torch.block_diag(*blocks)])
-
-
-def _adapters(layers: Sequence[Any], names: Sequence[str | None], dtype: torch.dtype) -> _Adapters:
-    factors: list[Any] = [
-        (None, None) if name is None else (layer.lora_A[name].weight, layer.lora_B[name].weight)
-        for layer, name in zip(layers, names, strict=True)
-    ]
-    scalings = [0.0 if name is None else layer.scaling[name] for layer, name in zip(layers, names, strict=True)]
-    with torch.no_grad():
-        down = [a.to(dtype) for a, _ in factors if a is not None]
-        up = [None if b is None else (b * s).to(dtype) for (_, b), s in zip(factors, scalings, strict=True)]
-        ranks = [0 if a is None else len(a) for a, _ in factors]
-        return _Adapters(factors, scalings, ranks, down[0] if len(down) == 1 else torch.cat(down), up)
 
 
 def _forward(x: Tensor, bases: Sequence[nn.Module], adapters: _Adapters) -> tuple[list[Tensor], Tensor, Tensor]:

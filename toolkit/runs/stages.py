@@ -47,7 +47,7 @@ def _run_prerequisites(
     stage: str,
     *,
     from_run: str | None,
-    handed_over: Collection[str] = (),
+    handed_over: Collection[str],
     **way: bool,
 ) -> None:
     """Take from another run, or run, what a stage needs and the run does not have.
@@ -185,7 +185,7 @@ def prepared(
                 trainer = make_trainer(recipe, stage, callbacks=[shown, *callbacks], **given)
                 check_best_is_measured(recipe, stage, trainer)
             say_rows(recipe, stage, trainer)
-        processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
+        processes.by_main(lambda: aside.train_by_hand(recipe.folder, trainer.last_saved))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
         writers.give(recipe.stage_folder(stage), trainer)
