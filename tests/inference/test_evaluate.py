@@ -74,6 +74,13 @@ def test_what_is_asked_for_otherwise_is_told_and_what_would_have_no_effect_refus
         measured(open_run("chat", "ppo.learning_rate=1", "ppo.temperature=0.5", "seed=3", "adapters.policy.r=64"))
     told = {problem.field: problem.wrong[:20] for problem in raised.value.problems}
     assert told == dict.fromkeys(("ppo.learning_rate", "adapters.policy.r"), "would have no effect")
+    others = ("sft_data.train", "reward_data.train", "q_data.train", "value_head.init", "adapters.value.r")
+    asked = replace(recipe, values={**recipe.values, **{name.split(".")[0]: {"train": "x"} for name in others[:3]}})
+    asked.values["value_head"] = {"init": "zero"}
+    asked.values["adapters"] = {**recipe.values["adapters"], "value": {**recipe.values["adapters"]["value"], "r": 9}}
+    with pytest.raises(RecipeError) as raised:
+        measured(asked)
+    assert {problem.field for problem in raised.value.problems} == {*others}
 
 
 def test_it_is_measured_by_one_process_at_a_time(trained):

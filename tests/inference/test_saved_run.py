@@ -15,7 +15,7 @@ from tests.tiny_runs import chat_recipe, command_here
 from toolkit.checkpoints import whole_folder
 from toolkit.errors import AdapterError, CheckpointError, RecipeError, ToolkitError
 from toolkit.inference import saved_run
-from toolkit.inference.evaluate import evaluate
+from toolkit.inference.evaluate import as_trained, evaluate
 from toolkit.inference.export import export_adapter, export_merged
 from toolkit.inference.generate import converse, generate, generate_best, respond
 from toolkit.inference.saved_run import open_run, policy_folder, trained_sampler
@@ -60,7 +60,7 @@ def test_a_run_of_earlier_stages_alone_has_no_policy_to_use(tmp_path, checkpoint
     stages.claim(recipe, "sft", overwrite=False)
     (recipe.stage_folder("sft") / "policy").mkdir(parents=True)
     with pytest.raises(
-        RecipeError, match=r'has no section "ppo" or "q"\. What sft trained is .*/sft/policy, a PEFT'
+        RecipeError, match=r'has no section "ppo" or "q"\. The adapter that sft trained is .*/sft/policy, a PEFT'
     ) as told:
         open_run("chat", runs_dir=tmp_path / "runs")
     assert "again" not in str(told.value)
@@ -195,6 +195,23 @@ def test_a_checkpoint_is_used_as_the_run_it_is_of(stopped, trained, tmp_path):
     assert all(torch.equal(exported[name], tensor) for name, tensor in whole.items())
     card = (tmp_path / "out" / "README.md").read_text()
     assert "seed 0, its checkpoint of update 2." in card and "What PPO changed" not in card
+
+
+def test_a_checkpoint_is_used_where_q_has_finished_too(stopped):
+    """Without one it is Q that responds."""
+    opened, ppo = stopped
+    (ppo.parent / "q").mkdir()
+    (ppo.parent / "q" / "result.json").write_text("{}")
+    for by_q in (True, False):
+        recipe = opened(checkpoint=2, by_q=by_q)
+        assert recipe.checkpoint == 2 and trained_sampler(recipe, compare=False).role == "policy"
+    made_with = json.loads((ppo / "before.json").read_text())["made_with"]
+    assert as_trained(recipe, {"made_with": {**made_with, "base": "another"}})[0]["not_as_trained"] == ["base"]
+    with pytest.raises(RecipeError, match="has Q-values and no policy"):
+        opened()
+    shutil.rmtree(ppo)
+    with pytest.raises(RecipeError, match="responds by Q-values, and a checkpoint is one of PPO"):
+        opened(checkpoint=2, by_q=True)
 
 
 def test_what_is_measured_of_a_checkpoint_says_so(stopped):

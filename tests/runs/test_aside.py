@@ -1,6 +1,7 @@
 """Run folders with files of others, links, and a kill between any two operations of the disk."""
 
 import io
+import json
 import os
 import shutil
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from toolkit.cli import app
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import aside, owned
+from toolkit.runs.folder import recover, recover_to_read, restore
 from toolkit.runs.listing import all_runs
 
 STAGE = {"metrics.jsonl": "metrics", "policy/adapter_model.safetensors": "weights"}
@@ -127,6 +129,50 @@ def test_a_stage_of_a_run_s_own_recipe_finds_it_where_a_kill_has_left_it(run, mo
     assert seen == ["old recipe", "new recipe"]
 
 
+OTHERS = "scorer: {function: theirs.py:run}\nbase: {model: theirs}"
+
+
+@pytest.mark.parametrize("moves", [
+    {},
+    {"moves": [["recipe.yaml", ".deleted/recipe.yaml"], [".replaced/recipe.yaml", "recipe.yaml"]], "into": None},
+    {"moves": [["recipe.yaml", ".unfinished/recipe.yaml"], [".replaced/Recipe.yaml", "Recipe.yaml"]], "into": None},
+])  # fmt: skip
+def test_a_recipe_that_loads_something_else_comes_back_to_those_alone_who_train(moves, run):
+    """Somebody else's run is used once the recipe in its folder has been read."""
+    shown = "base: {model: known}"
+    write(run, {"recipe.yaml": OTHERS})
+    aside.make_room(run, ["ppo"], wanted="ppo")
+    write(run, {"recipe.yaml": shown, **({".moves.json": json.dumps(moves)} if moves else {})})
+    before = content(run)
+    with pytest.raises(ToolkitError, match=r"replaced/recipe.yaml would .* other scorer.function and base.model.*Read"):
+        recover(run)
+    recover_to_read(run)
+    assert {name: text for name, text in content(run).items() if name != ".lock"} == before
+    if not moves:
+        said = restore(run)
+        assert said.endswith(
+            "earlier ppo again. So is its recipe.yaml, which has other scorer.function and base.model."
+        )
+        assert content(run)["recipe.yaml"] == OTHERS and content(run)["ppo/result.json"] == "old result"
+
+
+@pytest.mark.parametrize("moved", [
+    ["ppo/hidden.txt", "recipe.yaml"], ["recipe.yaml", "ppo/shown.txt"], ["ppo/hidden.txt", ".replaced/RECIPE.yaml"],
+    ["ppo/hidden.txt", "reward.py"], ["reward.py", "ppo/shown.txt"],
+])  # fmt: skip
+def test_no_list_moves_a_recipe_from_elsewhere_or_what_is_none_of_a_stage(moved, run):
+    write(run, {".moves.json": json.dumps({"moves": [moved], "into": None}), "ppo/hidden.txt": "theirs"})
+    with pytest.raises(ToolkitError, match=r"\.moves\.json is damaged"):
+        aside.settle(run)
+
+
+def test_what_is_none_of_a_stage_does_not_come_back(run):
+    begin_anew(run)
+    write(run / aside.REPLACED, {"reward.py": "theirs"})
+    aside.put_back(run, keep=False)
+    assert not (run / "reward.py").exists() and content(run)["ppo/result.json"] == "old result"
+
+
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
     """Which may have a bin by the name under which the toolkit deletes."""
     write(tmp_path / "photos", {".deleted/a.jpg": "mine", ".taken/b.jpg": "mine"})
@@ -237,7 +283,7 @@ def test_the_folder_of_all_runs_may_be_a_link(run, tmp_path):
 @pytest.mark.parametrize(
     "moves",
     [
-        '{"into": null, "moves": [["payload", "ppo/new"], ["ppo/mine.txt", "taken"]]}',
+        '{"into": null, "moves": [["sft/payload", "ppo/new"], ["ppo/mine.txt", "sft/taken"]]}',
         '{"into": ".replaced", "moves": [], "names": ["sft"], "wanted": "sft"}',
         '{"into": null, "from": ".replaced", "moves": []}',
         '{"into": null, "moves": [["", "taken"]]}',
@@ -245,7 +291,7 @@ def test_the_folder_of_all_runs_may_be_a_link(run, tmp_path):
 )
 def test_no_move_goes_through_a_link(moves, tmp_path):
     write(tmp_path / "outside", {"mine.txt": "mine", ".moves.json": "mine"})
-    write(tmp_path / "runs/x", {"recipe.yaml": "seed: 1", "payload": "theirs", ".moves.json": moves})
+    write(tmp_path / "runs/x", {"recipe.yaml": "seed: 1", "sft/payload": "theirs", ".moves.json": moves})
     for name in ("ppo", ".replaced"):
         (tmp_path / "runs/x" / name).symlink_to(tmp_path / "outside")
     before = content(tmp_path / "runs/x")

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,38 @@ def test_what_a_finished_stage_comes_back_by_may_be_damaged(text, tmp_path, chec
     with pytest.raises(ToolkitError, match="was_finished.json .*Delete it"):
         stages.run(chat(tmp_path, checkpoint, lr_scheduler_type="constant", max_steps=4), "ppo", resume=True)
     assert there == {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()}
+
+
+def test_no_recipe_comes_back_that_loads_what_the_one_there_does_not(tmp_path, checkpoint):
+    """Somebody else's run is used once its recipe has been read."""
+    recipe = chat(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    folder, path = recipe.stage_folder("ppo"), recipe.folder / "recipe.yaml"
+    shown = path.read_text()
+    kept = {name: (folder / name).read_text() for name in ("result.json", "manifest.json")}
+    (folder / "result.json").unlink()
+    inserted = shown.replace(RULE["function"], "${about}")
+    for hidden, there, key in (
+        (shown.replace("model: ", "model: /theirs", 1), shown, "base.model"),
+        (shown.replace("base:", "base:\n  trust_remote_code: true", 1), shown, "base.trust_remote_code"),
+        (shown.replace("base:", "base:\n  <<: [{trust_remote_code: true}]", 1), shown, "base.trust_remote_code"),
+        (shown, shown.replace("base:", "base:\n  revision: abc", 1), "base.revision"),
+        (shown.replace(RULE["function"], "theirs.py:run"), shown, "scorer.function"),
+        (inserted.replace("about: test", "about: theirs.py:run"), inserted, "scorer.function"),
+        ("base: [", shown, "text that cannot be read"),
+    ):
+        path.write_text(there)
+        state = {"checkpoints": {}, "files": {"recipe.yaml": hidden, **kept}}
+        (folder / "was_finished.json").write_text(json.dumps(state))
+        with pytest.raises(ToolkitError, match=rf"was_finished.json is damaged: the recipe in it has other {key} than"):
+            open_run(recipe.run, runs_dir=recipe.runs_dir)
+        assert path.read_text() == there and not (folder / "result.json").exists()
+    path.write_text(shown.replace("max_steps: 3", "max_steps: 4"))
+    state["files"]["recipe.yaml"] = shown.replace(RULE["function"], "__main__:of_a_notebook")  # which no file has
+    (folder / "was_finished.json").write_text(json.dumps(state))
+    with suppress(ToolkitError):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert path.read_text() == state["files"]["recipe.yaml"]
 
 
 def test_what_a_finished_stage_warned_of_is_as_before_too(tmp_path, checkpoint):

@@ -10,15 +10,13 @@ import typer
 
 from toolkit.cli.command import Overrides, Processes, RunName, RunsDir, command, complete_run, join
 from toolkit.errors import RecipeError
+from toolkit.inference import NOT_READ
 
 MaxNewTokens = Annotated[
     int | None, typer.Option(help="Most tokens of an answer; the recipe's response_length if not given.", min=1)
 ]
 _OF_USE = ("base", "value_model", "reward_model", "start", "data", "scorer", "judge")
-_OF_TRAINING = (
-    "sft", "reward", "ppo", "collect", "q", "sft_data", "reward_data", "q_data", "adapters", "reward_head",
-    "value_head", "seed",
-)  # fmt: skip
+_OF_TRAINING = (*NOT_READ, "adapters", "reward_head", "seed")
 _SETTING = re.compile(rf"({'|'.join(_OF_USE)})(\.\w+)+=.*|({'|'.join(_OF_TRAINING)})(\.\w+)+=\S*")
 Checkpoint = Annotated[
     int | None,

@@ -14,6 +14,7 @@ from toolkit.checkpoints import step_of
 from toolkit.data import Task, data_digest, values_of
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import DataError, Problem, RecipeError, ToolkitError, within
+from toolkit.inference import NOT_READ
 from toolkit.inference.saved_run import not_here, policy_folder
 from toolkit.models import base_digest, load_weights, scores_for
 from toolkit.phases import phase
@@ -28,13 +29,12 @@ from toolkit.runs.result import figures
 from toolkit.runs.said import say, show_result
 from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
-from toolkit.spec.plan import STAGES
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase
 from toolkit.trainers.rollouts import QRollouts, Rollouts
 from toolkit.trainers.same_run import check_alike, made_with, other_than
 
-_SAVED = ("adapters.policy", "adapters.q")  # of what is measured, as the run has saved it
+_SAVED = ("adapters.policy", "adapters.q", "adapters.value")  # of what is measured, as the run has saved it, or is not
 
 
 def evaluate(recipe: Recipe) -> dict[str, Any]:
@@ -75,7 +75,7 @@ _LEVELS_OF = {"reward": LEVELS, "judge": f"{LEVELS} (judge)"}
 def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What `trained_on` finds, and what of the run's base, adapters, reward and judge is not what it was trained with,
     by the result of an evaluation; but for what was asked for in place of it."""
-    (found, told), stage = trained_on(recipe), last_stage(recipe.folder)
+    (found, told), stage = trained_on(recipe), last_stage(recipe.folder, recipe.checkpoint)
     try:
         then = (read_json(recipe.stage_folder(stage) / BEFORE_FILE) or {}).get("made_with")
     except ToolkitError as error:
@@ -96,7 +96,7 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """How many prompts of changed data the run was trained on, by PPO or by Q-learning, for `result.json` and in words:
     a larger split reaches into what the run did not hold out. Nothing where the data are those of the run."""
     beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]
-    by = last_stage(recipe.folder)
+    by = last_stage(recipe.folder, recipe.checkpoint)
     try:
         run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
         before = read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}
@@ -171,10 +171,10 @@ def _changed(recipe: Recipe) -> dict[str, Any]:
     """
     differing, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
     changed = {key: None if here is ABSENT else here for key, (_, here) in differing.items() if key not in beyond}
-    stage = last_stage(recipe.folder)
+    stage = last_stage(recipe.folder, recipe.checkpoint)
     reads = {f"{stage}.{name}" for name in _PRECISION | (QRollouts if stage == "q" else Rollouts).reads}
     wrong = "would have no effect: nothing is trained where a run is measured, and what was trained is as it was saved."
-    of_training = [key for key in changed if key.split(".")[0] in STAGES or key.startswith(_SAVED)]
+    of_training = [key for key in changed if key.split(".")[0] in NOT_READ or key.startswith(_SAVED)]
     of_training = [key for key in of_training if key not in reads]
     problems = [Problem(wrong, key, "Leave it out.") for key in of_training]
     if problems:
@@ -187,7 +187,7 @@ def _evaluated(
 ) -> tuple[list[Evaluation], dict[str, Any]]:
     """Where the policy starts, its checkpoints, and what was trained; of Q-values the reference, and what Q makes of
     it. And what they are `made_with`."""
-    stage = last_stage(recipe.folder)
+    stage = last_stage(recipe.folder, recipe.checkpoint)
     by_q = stage == "q"
     with phase("load"), processes.agreed():
         # The value role reads no response here; where a model of its own has fewer positions, responses end with them.

@@ -68,7 +68,7 @@ def open_run(
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
-        last = last_stage(folder)
+        last = last_stage(folder, checkpoint)
         if last == "q" and by_q and checkpoint is not None:
             wrong = f'the run "{folder.name}" responds by Q-values, and a checkpoint is one of PPO.'
             raise RecipeError(wrong, remedy="Leave checkpoint out.")
@@ -129,7 +129,9 @@ def _without_policy(recipe: Recipe) -> str:
     )
     adapter = recipe.stage_folder("sft") / "policy"
     made = (
-        f" What sft trained is {adapter}, a PEFT folder, and start.policy of another run." if adapter.is_dir() else ""
+        f" The adapter that sft trained is {adapter}, a PEFT folder; another run can name it in start.policy."
+        if adapter.is_dir()
+        else ""
     )
     return f"{wrong}{made}"
 
@@ -196,7 +198,7 @@ def trained_sampler(
         of_policy: the temperature where it is None, and a policy responds.
         compare: whether the reference is wanted. Without it what a policy was held to need not be here; Q reads it.
     """
-    stage = last_stage(recipe.folder)
+    stage = last_stage(recipe.folder, recipe.checkpoint)
     role = "q" if stage == "q" else "policy"
     wanted = (role, "reference") if compare or role == "q" else (role,)
     trained = recipe.stage_folder("q") / "q" if role == "q" else policy_folder(recipe)
@@ -211,7 +213,7 @@ def trained_sampler(
 
 def warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
     """Warn where the weights of a base can be told from those of the run's beginning."""
-    folder = recipe.stage_folder(last_stage(recipe.folder))
+    folder = recipe.stage_folder(last_stage(recipe.folder, recipe.checkpoint))
     with suppress(ToolkitError):  # damaged; what it says is for nothing but this
         then = (read_json(folder / BEFORE_FILE) or {}).get("made_with")
         if then is not None and is_another_base(then, of_base(model)):

@@ -25,10 +25,14 @@ from toolkit.disk import (
     writing,
 )
 from toolkit.errors import ToolkitError
-from toolkit.runs.owned import RECIPE_FILE, delete, refuse_link, written
+from toolkit.runs.owned import EVALUATION, RECIPE_FILE, delete, refuse_link, written
+from toolkit.spec.plan import STAGES
 
 REPLACED, UNFINISHED, TAKEN = ".replaced", ".unfinished", ".taken"
 _DELETED, _MOVES = ".deleted", ".moves.json"
+_STORES = (REPLACED, UNFINISHED, _DELETED)
+_FOLDERS = {*STAGES, EVALUATION, *_STORES, TAKEN}  # in which everything lies that is moved, but for a recipe
+_RECIPES = {RECIPE_FILE, *(f"{store}/{RECIPE_FILE}" for store in _STORES)}
 
 
 def is_open(run: Path) -> bool:
@@ -63,16 +67,39 @@ def _is_whole(state: dict[str, Any], *, stored: bool) -> bool:
         return False
     if (stored or state["into"] is not None) and not {"names", "wanted"} <= state.keys():
         return False
-    if any(state.get(key) not in (None, REPLACED, UNFINISHED, _DELETED) for key in ("into", "from")):
+    if any(state.get(key) not in (None, *_STORES) for key in ("into", "from")):
         return False
     pairs = all(isinstance(move, list) and len(move) == 2 for move in moves)
     wanted = [] if wanted is None else [wanted]
-    return pairs and all(map(_is_within, [*chain.from_iterable(moves), *names, *last, *wanted]))
+    if not pairs or not all(map(_is_moved, [*chain.from_iterable(moves), *names, *wanted])):
+        return False
+    return all(map(_is_within, last)) and all(len({*map(_is_recipe, move)}) == 1 for move in moves)
 
 
 def _is_within(name: Any) -> bool:
     path = Path(name) if isinstance(name, str) else Path()
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_moved(name: Any) -> bool:
+    """Whether a file of a run, by its name there, is one that is moved: no reward function beside the recipe, say."""
+    return _is_within(name) and (Path(name).parts[0] in _FOLDERS or Path(name) == Path(RECIPE_FILE))
+
+
+def _is_recipe(name: str) -> bool:
+    """Whether a file that is moved is a recipe; some file systems take capitals for small letters."""
+    return Path(name).as_posix().lower() in _RECIPES
+
+
+def is_moving(run: Path) -> bool:
+    """Whether a kill has left moves to be carried out."""
+    return (run / _MOVES).is_file()
+
+
+def kept_recipes(run: Path) -> list[Path]:
+    """Recipes that may come back to a run: while moves are under way any that is stored, later the one replaced."""
+    stores = _STORES if is_moving(run) else (REPLACED,)
+    return [path for path in (run / store / RECIPE_FILE for store in stores) if is_plain(path)]
 
 
 def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
@@ -149,7 +176,7 @@ def _exchange(run: Path, stored: str, into: str) -> None:
         _forget(run / into)
         here = [path for name in state["names"] for path in written(run / name)] + [run / RECIPE_FILE]
         moves = [(path, run / into / path.relative_to(run)) for path in here]
-        kept = [path for path in files_in(run / stored) if path.name != _MOVES]
+        kept = [path for path in files_in(run / stored) if _is_moved(path.relative_to(run / stored).as_posix())]
         moves += [(path, run / path.relative_to(run / stored)) for path in kept]
         _move(run, moves, {**state, "into": into, "from": stored})
 

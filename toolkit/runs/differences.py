@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import read_text
 from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
-from toolkit.spec.load import check_yaml
+from toolkit.spec.load import check_yaml, plain_values
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
@@ -36,6 +37,8 @@ _MAY_CHANGE = (
 _LENGTHS = ("max_steps", "num_train_epochs")  # these may grow, and steps shrink to what has been done
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _NAME_DATA = {f"{section}.{key}" for section in DATA_SECTIONS for key in ("train", "validation")}
+# By these keys, in any section, a recipe says whose code is run, which weights are loaded, and what is sent where.
+_LOADS = ("model", "revision", "trust_remote_code", "function", "url", "token_variable")
 _TOLD = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
 ABSENT = object()  # the value of a key that a recipe does not have
@@ -55,6 +58,29 @@ def recorded(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def other_code(kept: str, run: Path) -> str:
+    """Keys by which a recipe's text loads or sends something else than the recipe that a run folder has, as a sentence
+    lists them; "" where there are none, or the folder has no recipe. A function of a notebook is loaded by none."""
+    path = run / RECIPE_FILE
+    there = path.read_text("utf-8", "replace") if path.is_file() else kept
+    if kept == there:
+        return ""
+    try:
+        before, now = _loaded(kept), {}
+        with suppress(ValueError):
+            now = _loaded(there)
+    except ValueError:
+        return "text that cannot be read"
+    differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    # What is not there is loaded by nothing, but for a revision: without it that of today is.
+    return " and ".join(key for key in differing if key in before or key.endswith(".revision"))
+
+
+def _loaded(text: str) -> dict[str, Any]:
+    found = {key: value for key, value in leaves(plain_values(text)) if key.rpartition(".")[2] in _LOADS and value}
+    return {key: value for key, value in found.items() if not (key.endswith(".function") and in_no_file(str(value)))}
 
 
 def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,8 @@ finished.
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ from toolkit.errors import Problem, RecipeError, ToolkitError
 from toolkit.reports import REPORT_FILE, read_result, write_result
 from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
-from toolkit.runs.differences import Changes, changes, described, may_change, recorded
+from toolkit.runs.differences import Changes, changes, described, may_change, other_code, recorded
 from toolkit.runs.lock import at_work, owner_of
 from toolkit.runs.longer import drop_evaluation, stages_as_they_were, written_down
 from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
@@ -66,8 +68,16 @@ def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
     return None if changes(recipe, stage, recipe.folder) else read_result(recipe.stage_folder(stage))
 
 
-_RENAME_OR_DELETE = "Name a new run ($run), or give $overwrite to delete it."
-_GO_ON_OR_DELETE = "Go on with $resume, or begin anew with $overwrite."
+@dataclass(frozen=True)
+class Work(Problem):
+    """What a stage's folder holds that would have to be computed again, the ways on, and whether it can be gone on
+    from."""
+
+    goes_on: bool = False
+
+
+_in_the_way = partial(Work, remedy="Name a new run ($run), or give $overwrite to delete it.")
+_begun = partial(Work, remedy="Go on with $resume, or begin anew with $overwrite.", goes_on=True)
 
 
 def has_weights(folder: Path) -> bool:
@@ -81,23 +91,20 @@ def saved_by_hand(folder: Path) -> bool:
     return saved and not (folder / BEFORE_FILE).exists() and not checkpoints_in(folder)
 
 
-def work_of(folder: Path) -> Problem | None:
+def work_of(folder: Path) -> Work | None:
     """What a stage's folder holds that would have to be computed again, and the ways on; None if there is nothing."""
-    stage, partial = folder.name, partial_file(folder)
+    stage, collected = folder.name, partial_file(folder)
     if (folder / RESULT_FILE).exists():
-        return Problem(f"{folder} holds a finished {stage} stage.", remedy=_RENAME_OR_DELETE)
+        return _in_the_way(f"{folder} holds a finished {stage} stage.")
     # The whole file, too, where a kill came before the result.
-    if any(file.is_file() and file.stat().st_size > 0 for file in (partial, partial.with_suffix(""))):
-        wrong = f"{folder} holds responses of a {stage} stage that was not finished."
-        return Problem(wrong, remedy=_GO_ON_OR_DELETE)
+    if any(file.is_file() and file.stat().st_size > 0 for file in (collected, collected.with_suffix(""))):
+        return _begun(f"{folder} holds responses of a {stage} stage that was not finished.")
     # And a checkpoint that a kill has kept from its name: it is whole once it is sealed.
     sealed = (path for path in checkpoint_folders(folder, ASIDE) if (path / MANIFEST).is_file())
     if saved := checkpoints_in(folder) or [*sealed]:
-        wrong = f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}."
-        return Problem(wrong, remedy=_GO_ON_OR_DELETE)
+        return _begun(f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}.")
     if has_weights(folder):
-        wrong = f"{folder} holds weights that were saved without a checkpoint to go on from."
-        return Problem(wrong, remedy=_RENAME_OR_DELETE)
+        return _in_the_way(f"{folder} holds weights that were saved without a checkpoint to go on from.")
     return None
 
 
@@ -113,7 +120,7 @@ def leads_nowhere(folder: Path, recipe: dict[str, Any]) -> bool:
     if folder.name == "ppo" and by_trl(recipe):  # TRL's own loop saves no checkpoints
         return has_begun(folder)
     work = work_of(folder)
-    return work is not None and work.remedy == _RENAME_OR_DELETE
+    return work is not None and not work.goes_on
 
 
 def _outdated(recipe: Recipe, resumed: str | None = None) -> dict[str, Changes]:
@@ -125,8 +132,11 @@ def _outdated(recipe: Recipe, resumed: str | None = None) -> dict[str, Changes]:
     return {stage: differing for stage, differing in found.items() if differing and work_of(recipe.stage_folder(stage))}
 
 
-def last_stage(run: Path) -> Literal["ppo", "q"]:
-    """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy."""
+def last_stage(run: Path, checkpoint: int | None = None) -> Literal["ppo", "q"]:
+    """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy; ppo where one of
+    its checkpoints is meant."""
+    if checkpoint is not None and checkpoints_in(run / "ppo"):
+        return "ppo"
     return "q" if [stage for stage in RESPONDING if (run / stage / RESULT_FILE).is_file()] == ["q"] else "ppo"
 
 
@@ -192,9 +202,9 @@ def claim(
         raise RecipeError(problem.wrong, remedy=problem.remedy + own)
     if work is not None and not (overwrite or resume):
         raise RecipeError(work.wrong, remedy=work.remedy)
-    if work is not None and resume and work.remedy == _RENAME_OR_DELETE and not checkpoints_in(folder):
+    if work is not None and resume and not work.goes_on and not checkpoints_in(folder):
         wrong = f"{folder} holds a {stage} stage and no checkpoint of it to go on from."
-        raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
+        raise RecipeError(wrong, remedy=work.remedy)
     goes_on = resume and work is not None
     stages = {*_outdated(recipe, resumed), *([] if goes_on else [stage])}
     if not goes_on and (key := _begins_in(recipe, stages)) is not None:
@@ -271,12 +281,14 @@ def restore(run: Path) -> str:
     if not names:
         return ""
     begun = [name for name in names if work_of(run / name)]
+    other = ", ".join(_other_code(run).values())
     aside.put_back(run, keep=bool(begun))
     back = [name for name in names if work_of(run / name)]
     if not back:
         return ""
+    recipe = f" So is its {RECIPE_FILE}, which has other {other}." if other else ""
     more = f" What was begun in its place is in {run / aside.UNFINISHED}, and goes on where it is resumed."
-    return f"{run} has its earlier {listed(back)} again.{more if begun else ''}"
+    return f"{run} has its earlier {listed(back)} again.{recipe}{more if begun else ''}"
 
 
 def _goes_on_there(recipe: Recipe, stage: str) -> bool:
@@ -302,12 +314,33 @@ def way_on(recipe: Recipe, stage: str) -> str:
 
 
 def recover(run: Path) -> None:
-    """As `settle`, for those who read a run, and while nobody is at work in it."""
+    """As `settle`, for those who read a run, and while nobody is at work in it.
+
+    Raises:
+        ToolkitError: a recipe would come back that loads something else than the one there, which alone is what those
+            have read who use somebody else's run.
+    """
     if (aside.is_open(run) or any(written_down(run))) and owner_of(run) is None:
         with at_work(run):
             stages_as_they_were(run)
+            if aside.is_moving(run):
+                _refuse_other_code(run)
             if aside.settle(run):
+                _refuse_other_code(run)
                 restore(run)
+
+
+def _other_code(run: Path) -> dict[Path, str]:
+    """By the recipes that may come back to a run the keys by which each loads something else than the one there."""
+    found = {path: other_code(path.read_text("utf-8", "replace"), run) for path in aside.kept_recipes(run)}
+    return {path: keys for path, keys in found.items() if keys}
+
+
+def _refuse_other_code(run: Path) -> None:
+    for path, keys in _other_code(run).items():
+        wrong = f"{path} would take the place of {run / RECIPE_FILE}, and has other {keys}."
+        back = f'run a stage of it in this run ($run, here "{run.name}"), and what was replaced comes back'
+        raise ToolkitError(wrong, remedy=f"Read it. If you trust it, {back}.")
 
 
 def recover_to_read(run: Path) -> None:

@@ -11,6 +11,7 @@ from toolkit.disk import MANIFEST, RESULT_FILE, damage, read_object, write_whole
 from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, WARNINGS_FILE
 from toolkit.runs import owned
+from toolkit.runs.differences import other_code
 from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE
 from toolkit.spec.plan import RESPONDING, STAGES
 from toolkit.spec.recipe import Recipe
@@ -31,7 +32,7 @@ def result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True) -> Ite
         if checkpoint_folders(folder) != checkpoints:
             drop_evaluation(folder)
         with suppress(OSError, ToolkitError):  # of a full disk, of which the error that is raised again says more
-            _as_it_was(recipe.folder, stage)
+            _as_it_was(recipe.folder, stage, own=True)
         raise
     if trains:
         (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)
@@ -62,12 +63,21 @@ def written_down(run: Path) -> Iterator[str]:
 
 
 def stages_as_they_were(run: Path) -> None:
+    """Finish stages again that were going on when a kill came.
+
+    Raises:
+        ToolkitError: what one of them was is damaged, or has a recipe that loads something else than the run's.
+    """
     for stage in written_down(run):
         _as_it_was(run, stage)
 
 
-def _as_it_was(run: Path, stage: str) -> None:
-    """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since."""
+def _as_it_was(run: Path, stage: str, *, own: bool = False) -> None:
+    """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since.
+
+    What this process has not written down its `own` self may be of somebody else, who shows one recipe to those who
+    read it before they use the run, and has another one come back.
+    """
     folder = run / stage
     path, remedy = folder / WAS_FINISHED_FILE, "Delete it: the stage goes on with $resume."
     owned.refuse_link(folder)
@@ -80,6 +90,9 @@ def _as_it_was(run: Path, stage: str) -> None:
     if _checkpoints(folder) != kept["checkpoints"]:
         drop_evaluation(folder)
     else:
+        if not own and (other := other_code(files[RECIPE_FILE], run)):
+            wrong = f"{path} is damaged: the recipe in it has other {other} than {run / RECIPE_FILE}."
+            raise ToolkitError(wrong, remedy=remedy)
         write_whole(folder / MANIFEST, files[MANIFEST])
         if damage(folder) is None:
             if WARNINGS_FILE not in files:

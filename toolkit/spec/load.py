@@ -127,6 +127,22 @@ def _read(path: Path) -> DictConfig:
     return only_keys(values, str(path))
 
 
+def plain_values(text: str) -> dict[str, Any]:
+    """What a recipe's text says, as `load` reads it: by its own reader, and with `${key}` replaced.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        root = check_yaml(text)
+        values = OmegaConf.create(text) if isinstance(root, yaml.MappingNode) else OmegaConf.create({})
+        raw = OmegaConf.to_container(only_keys(values, "a recipe"), resolve=False)
+    except (*_UNREADABLE, RecipeError) as error:
+        raise ValueError(_reason(error)) from error
+    assert isinstance(raw, dict)
+    return with_insertions({str(key): value for key, value in raw.items()})[0]
+
+
 def _empty_stages(root: yaml.Node | None) -> Iterator[str]:
     """The stages of a recipe's file after whose name nothing stands."""
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
