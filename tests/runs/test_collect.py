@@ -11,6 +11,7 @@ from tests.trainers.helpers import Counting
 from toolkit.errors import DataError, ToolkitError
 from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.runs import collect
+from toolkit.runs.result import rows_read
 
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
 BY_RULE = {
@@ -65,6 +66,22 @@ def test_a_prompt_that_fills_the_positions_is_found_before_the_first_batch(tmp_p
     assert read_jsonl(tmp_path / "responses.jsonl.partial") == []
     asked = chat_recipe(tmp_path, checkpoint, "collect.max_prompts=4", collect=few, **sections)
     assert collect.collect(asked, path)["responses"] == 4
+
+
+def test_a_collection_has_the_rows_of_the_prompts_that_it_answers(tmp_path, checkpoint):
+    """And q, which learns from it, those and the held-out ones; each prompt once, however many pairs have it."""
+    pairs = [{"prompt": f"p{n // 2}", "chosen": f"a{n}", "rejected": "b"} for n in range(8)]
+    for name, rows in (("train", pairs), ("held_out", pairs[:3])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = {"train": str(tmp_path / "train.jsonl"), "validation": str(tmp_path / "held_out.jsonl")}
+    of_q = {"collect": {"max_prompts": 3}, "q": {"max_steps": 1}, "ppo": None, "adapters": {"q": {"r": 4}}}
+    recipe = chat_recipe(tmp_path, checkpoint, **{**BY_RULE, **of_q}, data={"task": "preferences", **sources})
+    for stage, held_out in (("collect", []), ("q", [2, 3])):
+        recipe.stage_folder(stage).mkdir(parents=True)
+        rows_read(recipe, stage)
+        lines = [json.loads(line) for line in (recipe.stage_folder(stage) / "rows.jsonl").read_text().splitlines()]
+        lines = [(row["split"], int(row["place"].rpartition(" ")[2])) for row in lines]
+        assert lines == [("train", n) for n in (2, 4, 6)] + [("validation", n) for n in held_out]
 
 
 def test_a_large_collection_is_not_held_in_memory(tmp_path):

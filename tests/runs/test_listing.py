@@ -194,6 +194,17 @@ def test_responses_that_were_saved_are_counted(runs):
     assert [one.where for one in state_of(runs / "c").stages] == ["1,200 responses saved"]  # killed before its result
 
 
+@pytest.mark.parametrize(("text", "together"), [
+    ('{"processes": 2}', ("--processes", "2")), ('{"processes": 1}', ()), ("{", ()), ('{"processes": "2"}', ()),
+])  # fmt: skip
+def test_a_collection_goes_on_in_as_many_processes(text, together, runs):
+    recipe(runs / "c", collect={"response_length": 8})
+    stage(runs / "c" / "collect")
+    partial_file(runs / "c" / "collect").write_text("{}\n")
+    (runs / "c" / "collect" / "begun_with.json").write_text(text)
+    assert state_of(runs / "c").command[4:] == (*together, "--runs-dir", str(runs))
+
+
 def test_a_folder_that_may_not_be_entered_is_passed_over(runs, monkeypatch):
     plain = os.stat
     (runs / "private").mkdir()

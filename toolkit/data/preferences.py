@@ -176,10 +176,16 @@ class Preferences(SplitTask):
         shown = ((row["chosen_ids"], row["prompt_length"]) for row in rows)
         return packed(({"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in shown), SHOWN)
 
+    def _asked_once(self, split: str) -> Split:
+        part = self._rows_of("ppo", "train" if split == "train" else "validation")
+        return part.take(list({asked["prompt"]: number for number, asked in enumerate(_asked(part.rows))}.values()))
+
+    def prompt_places(self, split: str) -> Sequence[str]:
+        return self._asked_once(split).places
+
     def prompts(self, split: str) -> Dataset:
         """Each prompt once, with `messages` if any is a conversation; "test" is "validation"."""
-        part = self._rows_of("ppo", "train" if split == "train" else "validation")
-        unique = part.take(list({asked["prompt"]: number for number, asked in enumerate(_asked(part.rows))}.values()))
+        unique = self._asked_once(split)
         asked = list(_asked(unique.rows))
         names = ["input_ids", "prompt", *(["messages"] if any("messages" in row for row in asked) else [])]
         columns = {name: [row.get(name) for row in asked] for name in names}

@@ -2,7 +2,7 @@
 
 import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
@@ -145,6 +145,10 @@ class Task:
         """Every row left out, with the keys `split`, `place` and `reason`."""
         rows = ((split, *row) for split, part in self._splits.items() for row in part.left_out)
         return [{"split": split, "place": place, "reason": reason} for split, place, reason in rows]
+
+    def prompt_places(self, split: str) -> Sequence[str]:
+        """The place in a source of each row of `prompts`; of a task that makes them none."""
+        return self._splits[split].places if split in self._splits else ()
 
     def row_places(self, stage: str, *splits: str) -> list[dict[str, str]]:
         """Which rows of the sources a stage has, of these splits or of all, with the keys `split` and `place`."""

@@ -40,7 +40,7 @@ from toolkit.sampling import Sampler
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.same_run import check_alike, check_frozen, check_same_run, frozen_digests, identity
 
-_BEGUN_FILE = "begun_with.json"  # beside the partial file
+BEGUN_FILE = "begun_with.json"  # beside the partial file
 
 
 def partial_file(folder: Path) -> Path:
@@ -139,7 +139,7 @@ def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
 
 def _begun_with(now: dict[str, Any], partial: Path, *, anew: bool) -> None:
     """Note what a collection begins with, or hold it against that: what is scored and sampled is to be of one."""
-    file = partial.with_name(_BEGUN_FILE)
+    file = partial.with_name(BEGUN_FILE)
     then = None if anew else read_json(file)
     if then is None:
         write_json(file, {**now, "processes": processes.count()})
@@ -173,7 +173,7 @@ def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
 def _finish(partial: Path, path: Path) -> None:
     sync(partial)
     partial.replace(path)
-    partial.with_name(_BEGUN_FILE).unlink(missing_ok=True)
+    partial.with_name(BEGUN_FILE).unlink(missing_ok=True)
     for folder in checkpoint_folders(path.parent):
         delete_written(folder)
 

@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import checkpoints_in, step_of
 from toolkit.checkpoints.state import STATE_FILE
-from toolkit.disk import RESULT_FILE
+from toolkit.disk import RESULT_FILE, read_object
 from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, count_lines, figures_of, iter_jsonl, read_result
-from toolkit.runs.collect import partial_file
+from toolkit.runs.collect import BEGUN_FILE, partial_file
 from toolkit.runs.differences import recorded
 from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read, saved_by_hand
 from toolkit.runs.lock import LOCK_FILE, doing_in, elsewhere, owner_of
@@ -129,7 +130,13 @@ def _command(run: Path, states: tuple[StageState, ...], *, at_work: bool) -> tup
 
 
 def _processes(stage: Path) -> int:
-    """How many processes wrote the newest checkpoint of a stage; 1 where none says. Its tensors are not read."""
+    """How many processes began a collection, or wrote the newest checkpoint of another stage, whose tensors are not
+    read; 1 where nothing says."""
+    if stage.name == "collect":
+        with suppress(ToolkitError):  # of a damaged file, which the stage itself tells of
+            number = (read_object(stage / BEGUN_FILE) or {}).get("processes")
+            return number if isinstance(number, int) else 1
+        return 1
     state = next((folder / STATE_FILE for folder in reversed(checkpoints_in(stage))), None)
     text = state.read_text(encoding="utf-8", errors="replace") if state is not None and state.is_file() else ""
     found = _PROCESSES.findall(text)

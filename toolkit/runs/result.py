@@ -88,9 +88,19 @@ def rows_read(recipe: Recipe, stage: str) -> dict[str, Any]:
     if not task.left_out:  # a task that reads no file
         return {}
     write_jsonl(folder / "left_out.jsonl", [row for one in (task, *others) for row in one.left_out_rows()])
-    write_jsonl(folder / "rows.jsonl", task.row_places(stage))
+    write_jsonl(folder / "rows.jsonl", _rows_of(recipe, stage))
     found = zip(("left_out", "left_out_prompts"), (task, *others), strict=False)
     return {name: {split: dict(reasons) for split, reasons in of.left_out.items()} for name, of in found if of.left_out}
+
+
+def _rows_of(recipe: Recipe, stage: str) -> list[dict[str, str]]:
+    """The place of each row that a stage has: of a collection those of the prompts that are answered, which q learns
+    from, beside the held-out ones that it is measured with."""
+    task = recipe.task_of(stage)
+    if stage not in ("collect", "q") or recipe.data_section(stage) != "data":
+        return task.row_places(stage)
+    most = {"train": recipe.collect.max_prompts} | ({"validation": None} if stage == "q" else {})
+    return [{"split": split, "place": place} for split in most for place in task.prompt_places(split)[: most[split]]]
 
 
 def write_up(
