@@ -23,9 +23,9 @@ from toolkit.data import TASKS
 from toolkit.rewards import DEFAULT_KIND, SCORERS
 from toolkit.settings import declared, range_of, type_name
 from toolkit.spec.keys import owner_fields
+from toolkit.spec.refused import OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.spec.sections import ADAPTER_ROLES, DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS
 from toolkit.spec.show import as_yaml, owner_defaults
-from toolkit.spec.stage import OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.reward import RewardConfig

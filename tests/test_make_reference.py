@@ -11,8 +11,8 @@ from tests.test_versions import is_installed
 from toolkit.data import TASKS
 from toolkit.rewards import SCORERS
 from toolkit.settings import AT_LEAST_1, setting
+from toolkit.spec.refused import OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.spec.sections import PLAIN_SECTIONS, TOP_LEVEL
-from toolkit.spec.stage import OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.trainers.ppo_config import PPOConfig
 
 COMMITTED = Path(__file__).parents[1] / "docs" / "recipe_reference.md"

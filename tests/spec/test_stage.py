@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from toolkit.settings import declared
+from toolkit.spec.refused import _INSTEAD, _NO_CAST, _NO_UPLOADS, _READ_BY_PPO, OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.spec.sections import STAGE_CLASSES
-from toolkit.spec.stage import _INSTEAD, _NO_CAST, _NO_UPLOADS, _READ_BY_PPO, OF_NO_RECIPE, WITHOUT_EFFECT, check_stage
+from toolkit.spec.stage import check_stage
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.trl_compat import HAS_PPO, TRLPPOConfig

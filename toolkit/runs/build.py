@@ -295,9 +295,7 @@ def make_ppo_trainer(
     named = _named(recipe, "ppo", callbacks)
     if config.loop == "trl":
         with within("ppo"):
-            trainer = stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, **named)
-        trainer.toolkit_pad_tokens = pad_tokens  # for whoever measures
-        return trainer
+            return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, pad_tokens=pad_tokens, **named)
     named |= measures(recipe, roles, pad_tokens, config.local_rollout_forward_batch_size, reward=reward, judge=judge)
     held_out = stage_dataset(recipe, "ppo", "prompts", "validation")
     with within("ppo"):

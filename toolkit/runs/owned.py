@@ -23,6 +23,7 @@ from toolkit.disk import (
     written_in,
 )
 from toolkit.errors import RecipeError, ToolkitError
+from toolkit.reports import ERRORS_FILE, METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, SCORES_FILE, WARNINGS_FILE
 
 RECIPE_FILE, BEFORE_FILE, SAMPLES_FILE = "recipe.yaml", "before.json", "samples.jsonl"
 EVALUATION = "eval"  # folder of what was measured of a trained policy
@@ -30,10 +31,9 @@ WAS_FINISHED_FILE = "was_finished.json"  # what a finished stage that is made lo
 
 # What a stage or an evaluation writes into its folder, and the folders for weights in it with what is in them.
 _FILES = {
-    RESULT_FILE, MANIFEST, BEFORE_FILE, SAMPLES_FILE, "metrics.jsonl", "rollouts.jsonl", "rows.jsonl",
-    "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "responses.jsonl.partial", "begun_with.json",
-    WAS_FINISHED_FILE,
-    "report.html", "README.md", "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
+    RESULT_FILE, MANIFEST, BEFORE_FILE, SAMPLES_FILE, METRICS_FILE, ROLLOUTS_FILE, "rows.jsonl", "left_out.jsonl",
+    SCORES_FILE, ERRORS_FILE, "responses.jsonl", "responses.jsonl.partial", "begun_with.json", WAS_FINISHED_FILE,
+    REPORT_FILE, "README.md", WARNINGS_FILE, "not_finite.jsonl", "not_finite.safetensors",
 }  # fmt: skip
 WEIGHTS = {"policy", "value", "reward", "q", "q_target", "model"}
 _SUFFIXES = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ASIDE}

@@ -41,7 +41,7 @@ from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
 from toolkit.trainers.same_run import check_alike, is_another_base, made_with, of_base
 from toolkit.trainers.sft import cut_rows, packs
-from toolkit.trainers.stock_ppo import stock_rollouts
+from toolkit.trainers.stock_ppo import StockPPOTrainer, stock_rollouts
 
 
 def collect_stage(recipe: Recipe) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _trained(
     if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
         say_shares(stage, _rows_of_step(trainer))
     cut = say_rows(recipe, stage, trainer)
-    stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
+    stock = isinstance(trainer, StockPPOTrainer)
     trainer.started = started
     _tell_of_another_base(recipe, stage, trainer)
     before, responses_before = _before(recipe, stage, trainer, goes_on=checkpoint is not None)

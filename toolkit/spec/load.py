@@ -347,15 +347,12 @@ def _with_whole_paths(values: Any) -> Any:
     }
 
 
-def load(
-    name: str | os.PathLike[str] | Mapping[str, Any],
-    *overrides: str,
-    run: str | None = None,
-    runs_dir: str | os.PathLike[str] = "runs",
-    sections: Mapping[str, Any] | None = None,
-) -> Recipe:
-    """As `toolkit.recipes.load`, for those that make no trainers of it."""
-    runs = Path(os.path.expanduser(runs_dir))
+def _named(name: str | os.PathLike[str] | Mapping[str, Any], run: str | None, runs: Path) -> tuple[Path, str, str]:
+    """The file of a recipe, or the place of one that is given; its own name; and that of its run.
+
+    Raises:
+        RecipeError: there is no such file, or no name of a run.
+    """
     if isinstance(name, Mapping):
         if run is None:
             raise RecipeError("a recipe that is a mapping has no name for its run.", remedy="Name it $run.")
@@ -371,10 +368,21 @@ def load(
             raise RecipeError(wrong, remedy="Give that folder as $runs_dir, or name a new run: $run.")
     run = own if run is None else run
     if not isinstance(run, str) or not is_run_name(run):
-        wrong = (
-            f"{run!r} is no name of a run: that is one folder among all runs, with no slash, and no dot or dash first."
-        )
+        wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash, no dot or dash first."
         raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
+    return path, own, run
+
+
+def load(
+    name: str | os.PathLike[str] | Mapping[str, Any],
+    *overrides: str,
+    run: str | None = None,
+    runs_dir: str | os.PathLike[str] = "runs",
+    sections: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """As `toolkit.recipes.load`, for those that make no trainers of it."""
+    runs = Path(os.path.expanduser(runs_dir))
+    path, own, run = _named(name, run, runs)
     values = _given(name) if isinstance(name, Mapping) else _read(path)
     begun: Any = OmegaConf.to_container(values, resolve=False)
     if sections:
@@ -395,13 +403,16 @@ def load(
         raise RecipeError(str(path), problems=problems)
     try:
         given = _keys_of(overrides, sections or {})
-        without = _without_the_replaced(_without_what_hides(_without_null(resolved), given), given, begun)
-        found = _with_shipped_data(without, path, given)
-        checked = _with_whole_paths(with_reward_files(found, path.parent))
+        found = _without_null(resolved)
+        found = _without_what_hides(found, given)
+        found = _without_the_replaced(found, given, begun)
+        found = _with_shipped_data(found, path, given)
+        found = with_reward_files(found, path.parent)
+        found = _with_whole_paths(found)
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`
         raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error
-    checked = with_template(checked, path.parent)
-    problems = check_recipe(checked)
+    found = with_template(found, path.parent)
+    problems = check_recipe(found)
     if problems:
         raise RecipeError(str(path), problems=problems)
-    return Recipe(own, checked, run, runs)
+    return Recipe(own, found, run, runs)

@@ -170,13 +170,14 @@ class Trained(Source):
     """What an earlier stage leaves; before it has run, what it begins with."""
 
     begins: Fresh  # of the role as the stage calls it
+    stage: str = field(kw_only=True)
 
     def as_of(self, site: Site) -> Source:
-        return self if site.outputs_of(self.key) is not None else replace(self.begins, role=self.role)
+        return self if site.outputs_of(self.stage) is not None else replace(self.begins, role=self.role)
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
-        outputs = site.outputs_of(self.key)
-        assert outputs is not None, f"the {self.key} stage has not run"
+        outputs = site.outputs_of(self.stage)
+        assert outputs is not None, f"the {self.stage} stage has not run"
         folder = outputs / self.begins.role
         return Placed(f"from {folder}", load_role(roles, self.role, folder))
 

@@ -17,6 +17,7 @@ from toolkit.sampling import measured_with
 from toolkit.settings import fits, problems_of
 from toolkit.spec.keys import check_keys, owner_fields, suggestion
 from toolkit.spec.plan import at, section
+from toolkit.spec.refused import OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.spec.resolve import resolve
 from toolkit.spec.sections import (
     ADAPTER_ROLES,
@@ -27,7 +28,7 @@ from toolkit.spec.sections import (
     STAGE_CLASSES,
     TOP_LEVEL,
 )
-from toolkit.spec.stage import OF_NO_RECIPE, WITHOUT_EFFECT, check_stage
+from toolkit.spec.stage import check_stage
 
 # Of make and of the commands; by mistake among the keys.
 _ARGUMENTS = {

@@ -1,6 +1,6 @@
 """The unmodified PPOTrainer of TRL 1.12 on the shared base: parity oracle, and for those who want exactly TRL."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -81,6 +81,7 @@ class StockPPOTrainer(TRLPPOTrainer):
     """TRL's PPOTrainer as it is, with its own loop, between the models of one shared base."""
 
     toolkit_args: PPOConfig
+    toolkit_pad_tokens: Mapping[str, int]
     base_name = ""
     last_saved: list[str]
     state_of_accelerate: StateOfAccelerate
@@ -138,6 +139,7 @@ def stock_ppo_trainer(
     roles: SharedBase,
     train_dataset: Dataset,
     *,
+    pad_tokens: Mapping[str, int] | None = None,
     base_name: str = "",
     callbacks: list[TrainerCallback] | None = None,
 ) -> StockPPOTrainer:
@@ -146,6 +148,7 @@ def stock_ppo_trainer(
     Args:
         roles: carries policy, value, reward and reference.
         train_dataset: prompts with a column `input_ids`.
+        pad_tokens: by role the padding token that it was trained with, for whoever measures.
 
     Raises:
         ConfigError: a setting that TRL's loop cannot honour.
@@ -169,6 +172,7 @@ def stock_ppo_trainer(
             callbacks=[_InOurNames(), *(callbacks or ())],
         )
     trainer.toolkit_args, trainer.base_name, trainer.state_of_accelerate = args, base_name, StateOfAccelerate()
+    trainer.toolkit_pad_tokens = pad_tokens or {}
     trainer.last_saved = [f"{role}/{ROLE_FILE}" for role in _LEARNT]
     in_place_of_progress(trainer, callbacks)
     return trainer
