@@ -448,6 +448,7 @@ def test_what_cannot_be_taken_is_said(tmp_path, checkpoint):
     for source, stage_names, message in (
         ("nowhere", ["reward"], f'the run "nowhere" to take from is not in {tmp_path}'),
         ("second", ["reward"], 'the run "second" to take from is this run itself'),
+        ("runs/chat", ["reward"], '^"runs/chat" is a path. Name the run: from_run="name", here "chat".$'),
         ("chat", [], 'no stage comes before this one. Leave from_run="name" out'),
         ("chat", ["reward"], "nothing can be taken .*: reward is run anew: reward.max_steps is 2 there and 9 here"),
     ):

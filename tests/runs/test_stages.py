@@ -221,7 +221,7 @@ def test_a_stage_of_objects_is_run_to_its_end(tmp_path, checkpoint, capsys):
     )
     capsys.readouterr()
     recipe.run_stage("ppo", reward, judge=reward, train_dataset=rows["train"], eval_dataset=rows["train"])
-    told = "ppo. It began with another eval_dataset, of which its figures are. overwrite=True repeats it."
+    told = "ppo. Its figures are those of another eval_dataset, with which it was run. overwrite=True repeats it."
     assert told in capsys.readouterr().out
     with pytest.raises(DataError, match="row 1: a prompt is in the column .*; present: topic"):
         recipe.run_stage("ppo", reward, judge=reward, eval_dataset=[{"topic": "none"}], overwrite=True)

@@ -229,7 +229,7 @@ def run(
         if done is not None:
             finished_in = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
             if changed := processes.by_main(lambda: _changed(recipe, stage, others)):
-                finished_in += f" It began with another {changed}, of which its figures are."
+                finished_in += f" Its figures are those of another {changed}, with which it was run."
             say(f"{finished_in} {repeats}")
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))

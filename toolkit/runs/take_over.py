@@ -37,9 +37,10 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
     if is_run_name(source):
         recover_to_read(other.folder)
     if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
+        named = Path(source).name
+        if not is_run_name(source) and (recipe.runs_dir / named / RECIPE_FILE).is_file():
+            raise RecipeError(f'"{source}" is a path.', remedy=f'Name the run: $from_run, here "{named}".')
         why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
-        if not is_run_name(source) and (recipe.runs_dir / Path(source).name / RECIPE_FILE).is_file():
-            why = f'is meant by its name, "{Path(source).name}", and not by a path'
         raise RecipeError(f'the run "{source}" to take from {why}.', remedy="Name another run: $from_run.")
     if not needs:
         wrong = f'nothing is taken from the run "{source}": no stage comes before this one.'

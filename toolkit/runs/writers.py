@@ -38,7 +38,7 @@ def take_from_earlier(folder: Path) -> None:
 def _take(folder: Path, wrong: str, remedy: str) -> None:
     if (earlier := _trainers.pop(folder.resolve(), None)) is None:
         return
-    taken = ToolkitError(wrong, remedy=f"{remedy} What this one has learnt save_model saves elsewhere.")
+    taken = ToolkitError(wrong, remedy=f'{remedy} save_model("another folder") still saves this trainer\'s weights.')
     saves = earlier.save_model
 
     def refused(*_: Any, **__: Any) -> None:
