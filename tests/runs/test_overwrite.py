@@ -21,6 +21,7 @@ from toolkit.runs.folder import claim, finish, way_on
 from toolkit.runs.listing import all_runs
 from toolkit.runs.lock import at_work
 from toolkit.runs.take_over import take_over
+from toolkit.spec.load import load
 from toolkit.trainers.resume import ResumableTrainer
 
 RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
@@ -301,3 +302,18 @@ def test_a_stage_that_is_repeated_names_what_stands_on_the_one_before(tmp_path, 
     said = "ppo of this run was trained on the reward that is now replaced; --overwrite repeats it (make: OVERWRITE=1)."
     assert said in " ".join(capsys.readouterr().out.split())
     assert (recipe.stage_folder("ppo") / "result.json").is_file()  # it stays
+
+
+# ---------------------------------------------------------------------- somebody else's run
+
+
+def test_a_reward_that_is_not_the_shown_one_s_comes_back_with_a_stage_that_names_it(tmp_path, checkpoint, capsys):
+    recipe = recipe_of(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    other = recipe_of(tmp_path, checkpoint, "scorer.function=toolkit.rewards.rules:no_comma")
+    claim(other, "ppo", overwrite=True)  # and a kill
+    with pytest.raises(ToolkitError, match="recipe.yaml, and has other scorer.function. Read it. If you trust it, run"):
+        open_run("chat", runs_dir=recipe.runs_dir)
+    kept = load(recipe.folder / REPLACED / "recipe.yaml", run="chat", runs_dir=recipe.runs_dir)
+    assert stages.run(kept, "ppo")["mark"] == "old" and "So is its recipe.yaml, which has" in capsys.readouterr().out
+    assert not (recipe.folder / REPLACED).exists() and open_run("chat", runs_dir=recipe.runs_dir)

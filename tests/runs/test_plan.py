@@ -70,6 +70,7 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     assert report.seconds == sum(time.seconds for time in report.times)
     # 1.5 µs is what a kernel of a graph is planned with; and what is left out of the time is said.
     assert re.search(r"Not counted: evaluations .* With CUDA graphs 1\.5 µs replace", report.notes[-2].text())
+    assert "what other programs hold are not counted" in report.notes[-1].text()
     several = replace(report, updates=120, times=(PhaseTime("update", 301.0),))
     assert dict(several.summary())["time"] == "an update about 301 s, all 120 of them 10 h, as toolkit plan estimates"
 

@@ -273,8 +273,8 @@ class _Planner:
                 "run of SmolLM2 held 1.8 times what is planned (docs/plan.md). Each of several processes takes as much."
             )
         else:
-            other = "the allocator's unused blocks and what other programs hold"
-            yield Problem(f"{other} are not counted: leave a tenth of a card free.")
+            unseen = "the allocator's unused blocks and what other programs hold"
+            yield Problem(f"{unseen} are not counted: leave a tenth of a card free.")
 
     @property
     def _can_checkpoint(self) -> bool:
