@@ -113,6 +113,15 @@ def fails_further_out(rank):
         return type(found).__name__, getattr(found, "of", ""), processes.gather(processes.rank())
 
 
+def runs_out_of_memory():
+    """As equal cards do, each with sizes of its own."""
+    try:
+        with processes.agreed(), processes.agreed():
+            raise torch.OutOfMemoryError(f"CUDA out of memory: process {processes.rank()}")
+    except RuntimeError as found:
+        return type(found).__name__, getattr(found, "of", "")
+
+
 def fails_in_main():
     def call():
         raise RewardError("no answer")
@@ -129,6 +138,7 @@ def test_an_error_of_one_is_raised_by_all(two):
     assert two(fails_in_main) == [mine, others]
     assert two(fails_on, 5, RewardError("never")) == [None, None]
     assert two(fails_in_all) == [mine, others]  # said by one of them
+    assert two(runs_out_of_memory) == [("OutOfMemoryError", ""), ("PeerError", "OutOfMemoryError")]
     assert two(hears_later, 1) == [([0, 1, 2], "PeerError"), ([0, 1], "RewardError")]
     assert two(hears_later, None) == [None, None]
     assert two(fails_further_out, 1) == [("PeerError", "RewardError", [0, 1]), ("RewardError", "", [0, 1])]

@@ -5,6 +5,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,25 @@ def test_a_group_is_ended_where_all_went_well_and_else_process_0_has_the_last_wo
     assert ended == [True, False]
 
 
+@pytest.mark.parametrize("main", [True, False])
+def test_a_group_of_cards_is_broken_off_after_the_last_word(main, monkeypatch):
+    """Else torch warns of it in each process, and asks a store again and again that is gone with process 0."""
+    done = []
+
+    def abort():
+        done.append("aborts")
+        raise RuntimeError("CUDA error")
+
+    store = SimpleNamespace(set=lambda *_: done.append("speaks"), wait=lambda *_: done.append("waits"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(group, "is_main", lambda: main)
+    monkeypatch.setattr(group, "_met", [store])
+    exchange.of_cards.append(SimpleNamespace(abort=abort))
+    processes.leave(failed=True)
+    assert done == ["speaks" if main else "waits", "aborts"] and not exchange.of_cards
+    assert hasattr(torch.distributed.ProcessGroup, "abort")
+
+
 def test_one_that_finds_no_card_where_others_do_is_told_at_the_start(two_cards, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 1, raising=False)
@@ -140,5 +160,5 @@ def test_one_that_finds_no_card_where_others_do_is_told_at_the_start(two_cards, 
     monkeypatch.setattr(group, "gather", lambda own: [True, own, False, False])
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda limit: None)
-    with pytest.raises(ToolkitError, match="processes 2, 3 of 4 find no GPU, and the others have one each. See"):
+    with pytest.raises(ToolkitError, match="processes 2, 3 of 4 find no GPU, and the others .* as their machine has"):
         processes.join()

@@ -70,6 +70,21 @@ def test_each_process_sees_one_card_and_gives_its_stage_all_of_them(visible, see
     assert {name: given[name] for name in launcher._LAUNCHED} == {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
 
 
+@pytest.mark.parametrize(("cards", "taken"), [(2, True), (1, False), (0, False)])
+def test_the_card_is_taken_before_anything_counts_them(cards, taken, two_cards, monkeypatch):
+    """Where there is no NVML, as in native Windows and some containers, torch counts by CUDA, which reads the variable
+    then and never again."""
+    seen = []
+
+    def counts():
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return int(cards > 1)  # of the second process
+
+    monkeypatch.setattr(torch.cuda, "device_count", counts)
+    assert processes.take_card() == taken and seen == ["1"]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("1" if taken else None)
+
+
 def test_whoever_joins_after_cuda_was_asked_is_told(two_cards, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 2, raising=False)

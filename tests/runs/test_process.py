@@ -54,11 +54,14 @@ def test_a_stage_that_was_stopped_before_it_began_is_not_told_as_a_failure(numbe
 def test_each_of_several_processes_knows_its_number(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of a cluster; they are all on this machine
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     told = "[os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')]"
+    told += " + [os.environ.get('GLOO_SOCKET_IFNAME', '')]"  # which would take the address of the machine's name
     told += " + [name for name in os.environ if name.startswith('TORCHELASTIC')]"
     write = script(f"open(r'{tmp_path}/' + str(rank), 'w').write(' '.join({told}))")
     assert process.run_in_processes(write, 3) == 0
-    assert [(tmp_path / str(i)).read_text() for i in range(3)] == [f"{i} {i} 3 127.0.0.1" for i in range(3)]
+    lo = "lo" if sys.platform == "linux" else ""
+    assert [(tmp_path / str(i)).read_text() for i in range(3)] == [f"{i} {i} 3 127.0.0.1 {lo}" for i in range(3)]
 
 
 def test_one_that_ends_badly_ends_the_others(monkeypatch):
@@ -69,6 +72,15 @@ def test_one_that_ends_badly_ends_the_others(monkeypatch):
     with pytest.raises(ToolkitError, match="process 2 of 3 was killed by SIGKILL, probably since memory ran out; the"):
         process.run_in_processes(script(f"exec('os.kill(os.getpid(), 9)' if rank == 2 else {waits!r})"), 3)
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
+def test_one_of_several_that_torch_ends_says_what_may_help():
+    """Its watchdog does so where a sum on cards has not ended, as between those that cannot copy to one another."""
+    with pytest.raises(ToolkitError, match=r"^process 0 of 2 was killed by SIGABRT; .* 10 minutes.*NCCL_P2P_DISABLE=1"):
+        process.run_in_processes(script("os.abort()"), 2)
+    with pytest.raises(ToolkitError, match=r"killed by SIGABRT\.$"):  # one alone sums with nobody
+        process.run_stage(script("os.abort()"), "sft", "ppo")
 
 
 STARTS = """

@@ -24,7 +24,7 @@ def test_other_data_and_other_versions(tmp_path, monkeypatch):
         other.train(resume_from_checkpoint=True)
     monkeypatch.setattr("toolkit.trainers.same_run.versions", lambda: {"torch": "9.9", "transformers": "9", "trl": "9",
                                                                      "peft": "9", "bitsandbytes": "9"})  # fmt: skip
-    with pytest.warns(UserWarning, match=r"other versions \(torch .* → 9.9, .*not exact to the last bit"):
+    with pytest.warns(UserWarning, match=r"other versions \(torch .* → 9.9, .*the resumed run is not bit-identical"):
         make(reward_pairs, tmp_path / "a", max_steps=1).train(resume_from_checkpoint=True)
 
 
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes")
 def test_another_version_of_any_package_that_counts_is_said(name):
     of_run = {"data": {}, "base": None, "dtype": "float32", "reward": {}, "processes": 1}
     then, now = (of_run | {"versions": dict.fromkeys(PACKAGES, "1") | other} for other in ({}, {name: "2"}))
-    with pytest.warns(UserWarning, match=rf"other versions \({name} 1 → 2\): not exact to the last bit"):
+    with pytest.warns(UserWarning, match=rf"other versions \({name} 1 → 2\): the resumed run is not bit-identical"):
         check_same_run(Path("checkpoint-1"), then, now)
 
 

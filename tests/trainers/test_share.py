@@ -474,10 +474,10 @@ def test_another_number_goes_on_as_one_would_and_says_so(two, four, tmp_path):
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     main, *others = four(goes_on_saying, tmp_path / "two")
     assert [digest for digest, *_ in others] == [main[0]] * 3
-    assert "was written by 2 of them, and 4 go on: rows are sampled the same" in main[1][0]
+    assert "was written by 2 processes, and 4 resume it: the same rows are sampled, but sums" in main[1][0]
     assert "With dropout on a CPU" not in main[1][0]
     _, said, first = goes_on_saying(tmp_path / "one")
-    assert "was written by 2 of them, and 1 go on" in said[0] and "With dropout on a CPU rows are sampled" in said[0]
+    assert "by 2 processes, and 1 resumes it" in said[0] and "With dropout on a CPU rows are sampled" in said[0]
     assert first == main[2] and len(first) == len(PROMPTS)
 
 
@@ -657,13 +657,18 @@ def test_a_metric_of_a_user_s_own_is_asked_of_one(two, tmp_path):
 
 
 def sum_that_loses(everything):
-    with mock.patch("torch.distributed.all_reduce", lambda *_, **__: None) if everything else nullcontext():
+    shown = mock.Mock()
+    with (
+        mock.patch("torch.distributed.all_reduce", lambda *_, **__: None) if everything else nullcontext(),
+        phases.watched_by(shown),
+    ):
         share.sum_like_gradients([torch.ones(3, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)])
+    return shown.begun.call_args.args
 
 
 def test_a_first_sum_that_is_not_of_all_is_told(two):
     """As where the cards of a machine cannot copy to one another."""
-    two(sum_that_loses, False)
+    assert two(sum_that_loses, False) == [("first sum of all processes", None)] * 2  # shown, since it may hang
     for whole, error in two.answers(sum_that_loses, True):
         assert not whole and "a sum over 2 processes lacks what some of them gave" in error
 

@@ -310,5 +310,9 @@ Overrides = Annotated[
 Run = Annotated[str | None, typer.Option(help="Name of the run; the recipe's name if not given.")]
 RunsDir = Annotated[Path, typer.Option(help="Folder of all runs.")]
 Processes = Annotated[
-    int, typer.Option(help="Processes on this machine that share the work: one per GPU. The result is the same.", min=1)
+    int,
+    typer.Option(
+        help="Processes on this machine that share the work: one per GPU. They match one up to rounding and dropout.",
+        min=1,
+    ),
 ]

@@ -19,5 +19,5 @@ from toolkit.processes.exchange import (
     rank,
     sum_,
 )
-from toolkit.processes.group import environment, free_port, join, leave
+from toolkit.processes.group import BY_MEMORY, INTERFACE, ON_CARDS, environment, free_port, join, leave
 from toolkit.processes.launcher import launched, take_card

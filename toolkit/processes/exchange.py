@@ -115,8 +115,8 @@ def agreed(*, now: bool = True) -> Iterator[None]:
     Where not `now`, nobody waits for the others: they hear of an error in the `agreed` that they come to next.
 
     Raises:
-        PeerError: another process has failed; its message, and which it was. Of several that raise one `ToolkitError`
-            all but the first raise this, so that it is told once.
+        PeerError: another process has failed; its message, and which it was. Of several that raise one `ToolkitError`,
+            or run out of a card's memory, all but the first raise this, so that it is told once.
     """
     error: BaseException | None = None
     within = _place.agreed
@@ -141,12 +141,19 @@ def agreed(*, now: bool = True) -> Iterator[None]:
             of = next((name for name in names if name != PeerError.__name__), "" if heard is None else heard.of)
             if heard is not None:
                 heard.of, heard.met = of, met
-            mendable = isinstance(error, ToolkitError) and not isinstance(error, RunInterrupted | PeerError)
-            if failed and (error is None or (mendable and failed[0] < rank() and of_all[failed[0]] == told)):
+            if failed and (error is None or (failed[0] < rank() and _is_told_by(of_all[failed[0]], error))):
                 name, text = of_all[failed[0]] or ("", "")
                 peer = PeerError(f"process {failed[0]} of {count()}: {name}: {text}")
                 peer.of, peer.met = of or name, met
                 raise peer from error
+
+
+def _is_told_by(told: tuple[str, str] | None, error: BaseException) -> bool:
+    """Whether what another process has told says all of an error here; where memory ran out, its sizes differ."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return told is not None and told[0] == type(error).__name__
+    mendable = isinstance(error, ToolkitError) and not isinstance(error, RunInterrupted | PeerError)
+    return mendable and told == (type(error).__name__, str(error))
 
 
 def by_main(call: Callable[[], T]) -> T:

@@ -29,6 +29,8 @@ by its broken connection and by whoever started them."""
 ON_CARDS = timedelta(minutes=10)
 """How long a sum of tensors may take on cards. NCCL does not notice that another process of this machine has died, and
 its kernel would wait for it; a sum directly follows an exchange over gloo, so that nobody comes to it late."""
+BY_MEMORY = "Where GPUs cannot copy to one another, NCCL_P2P_DISABLE=1 sends by way of the machine's memory."
+"""The remedy where a sum on cards is wrong, or does not end."""
 REACHING = timedelta(minutes=1)
 """How long processes that have met through the store try to reach one another; gloo waits five times as long for one
 that does not come."""
@@ -67,7 +69,7 @@ def join() -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=REACHING)
     except RuntimeError as error:
         wrong = f"process {rank} of {number} does not reach another one: {' '.join(str(error).split())}."
-        remedy = f"Set {INTERFACE}, and NCCL_SOCKET_IFNAME for cards, to the network interface by which the machines "
+        remedy = f"Set {INTERFACE}, and NCCL_SOCKET_IFNAME for GPUs, to the network interface by which the machines "
         remedy += "reach each other (see `ip addr`), and let them accept each other's traffic on all ports."
         raise ToolkitError(wrong, remedy=remedy) from error
     dist.distributed_c10d._set_pg_timeout(TIMEOUT)
@@ -75,7 +77,8 @@ def join() -> None:
     if not all(found := gather(on_cards)) and any(found):
         without = ", ".join(str(one) for one, has in enumerate(found) if not has)
         wrong = f"processes {without} of {number} find no GPU, and the others have one each."
-        raise ToolkitError(wrong, remedy="See nvidia-smi on their machine, or hide the GPUs of all.")
+        remedy = "Start as many processes as their machine has GPUs (see nvidia-smi there), or hide the GPUs of all."
+        raise ToolkitError(wrong, remedy=remedy)
     if on_cards and dist.is_nccl_available():  # else gloo sums through the memory of the machine
         of_cards.append(dist.new_group(backend="nccl", timeout=ON_CARDS))
     # transformers' arguments warn of a group that they did not make, at each of their calls.
@@ -84,10 +87,11 @@ def join() -> None:
 
 
 def leave(*, failed: bool = False) -> None:
-    """End what `join` began, where all has gone well: torch warns of a group of NCCL that is still there at the end.
+    """End what `join` began: torch warns of a group of NCCL that is still there at the end, again and again where the
+    store has gone with process 0.
 
-    Where it has not, process 0 goes last: torchrun ends all as soon as one has failed, and what process 0 still says,
-    and the state in which it leaves the run, would be lost.
+    Where all has not gone well, process 0 goes last: torchrun ends all as soon as one has failed, and what process 0
+    still says, and the state in which it leaves the run, would be lost. A sum that others do not come to is broken off.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -100,6 +104,10 @@ def leave(*, failed: bool = False) -> None:
                 _met[0].set(_SPOKEN, "")
             else:
                 _met[0].wait([_SPOKEN], LAST_WORDS)
+        for group in of_cards:
+            with suppress(RuntimeError):  # its card may have failed
+                group.abort()
+        of_cards.clear()
 
 
 def _meet() -> tuple[dist.Store, int, int]:

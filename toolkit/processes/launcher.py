@@ -40,22 +40,30 @@ def take_card() -> bool:
     Before anything asks CUDA, which reads the variable once: bitsandbytes asks when it is imported.
 
     Raises:
-        ToolkitError: there are more processes on this machine than GPUs.
+        ToolkitError: there are more processes on this machine than GPUs that the variable names. (Where it is not set,
+            `join` tells of those without one.)
     """
-    if launched() == 1 or _seen:
+    if launched() == 1 or _seen or not (torch.version.cuda or torch.version.hip):
         return bool(_seen)
     local, visible = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), os.environ.get(_VISIBLE)
-    # A negative number ends the list, as in CUDA.
-    named = takewhile(lambda one: one and not one.startswith("-"), map(str.strip, (visible or "").split(",")))
-    gpus = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*named]
-    if (torch.version.cuda or torch.version.hip) and gpus:
+    if visible is None:
+        # Set before torch counts: without NVML it counts by CUDA, which would then have seen all cards.
+        os.environ[_VISIBLE] = str(local)
+        if not torch.cuda.device_count():
+            del os.environ[_VISIBLE]
+            return False
+    else:
+        # A negative number ends the list, as in CUDA.
+        gpus = [*takewhile(lambda one: one and not one.startswith("-"), map(str.strip, visible.split(",")))]
+        if not gpus:
+            return False
         if local >= len(gpus):
             wrong = f"process {local} of this machine has no GPU of its own: {len(gpus)} are visible."
             remedy = "Start as many processes as there are GPUs. If the launcher shows each its own one alone, set "
             raise ToolkitError(wrong, remedy=f"{remedy}LOCAL_RANK to 0 in all of them.")
-        _seen.append(visible)
         os.environ[_VISIBLE] = gpus[local]
-    return bool(_seen)
+    _seen.append(visible)
+    return True
 
 
 def check_card() -> None:

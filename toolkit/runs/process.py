@@ -61,7 +61,8 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
     if code == OUTPUT_CLOSED:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     if code < 0:
-        raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, was killed by {_signal(code)}.')
+        wrong = f'stage "{stage}", which "{needed_by}" needs, was killed by {_signal(code)}.'
+        raise ToolkitError(wrong, remedy=_remedy(code, processes.count()))
     if code:
         raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, failed; its message is above.')
 
@@ -77,7 +78,10 @@ def run_in_processes(command: list[str], number: int) -> int:
     if number > max(_ANYWHERE, cores):
         wrong = f"{number} processes are asked for, and there are {cores} cores here."
         raise ToolkitError(wrong, remedy="Start as many as there are GPUs, or cores.")
-    shared = {"OMP_NUM_THREADS": str(max(1, cores // number)), **os.environ}
+    shared = {"OMP_NUM_THREADS": str(max(1, cores // number))}
+    if sys.platform == "linux":  # else gloo listens to the network, at the address of the machine's name
+        shared[processes.INTERFACE] = "lo"
+    shared |= os.environ
     shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a launcher of this one
     shared |= {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)} for rank in range(number))
@@ -87,7 +91,8 @@ def run_in_processes(command: list[str], number: int) -> int:
     killed = [(rank, code) for rank, code in enumerate(codes) if code < 0]
     if killed:
         rank, code = killed[0]
-        raise ToolkitError(f"process {rank} of {number} was killed by {_signal(code)}; the others have been ended.")
+        wrong = f"process {rank} of {number} was killed by {_signal(code)}; the others have been ended."
+        raise ToolkitError(wrong, remedy=_remedy(code, number))
     return next((code for code in codes if code), 0)
 
 
@@ -99,6 +104,15 @@ def _cores() -> int:
 def _signal(code: int) -> str:
     name = signal.Signals(-code).name
     return f"{name}, probably since memory ran out" if name == "SIGKILL" else name
+
+
+def _remedy(code: int, number: int) -> str:
+    """What to try where one of so many processes was killed; "" where nothing is known. torch ends a process by SIGABRT
+    whose sum on cards takes too long."""
+    if number == 1 or -code != signal.SIGABRT:
+        return ""
+    minutes = processes.ON_CARDS.total_seconds() / 60
+    return f"With GPUs perhaps since a sum had not ended after {minutes:.0f} minutes. {processes.BY_MEMORY}"
 
 
 def _of_a_terminal() -> bool:

@@ -189,14 +189,15 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
     pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
     changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
     if changed:
-        others = f"other versions ({', '.join(changed)}): not exact to the last bit."
+        others = f"other versions ({', '.join(changed)}): the resumed run is not bit-identical."
         warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
-    if (number := then["processes"]) != processes.count():
-        wrong = f"{checkpoint} was written by {number} of them, and {processes.count()} go on: rows are sampled "
-        wrong += "the same, sums are rounded in another order, and dropout draws other numbers."
-        if 1 in (number, processes.count()):  # whose dropout draws from the generator that all else is drawn from
+    if (before := then["processes"]) != (after := processes.count()):
+        wrong = f"{checkpoint} was written by {before} process{'es' * (before > 1)}, and {after} "
+        wrong += f"resume{'s' * (after == 1)} it: the same rows are sampled, but sums are rounded in another order, "
+        wrong += "and dropout draws other numbers."
+        if 1 in (before, after):  # whose dropout draws from the generator that all else is drawn from
             wrong += " With dropout on a CPU rows are sampled otherwise, too, from the second update on."
-        warnings.warn(f"processes: {wrong}", stacklevel=3)
+        warnings.warn(wrong, stacklevel=3)
 
 
 def tell_other_settings(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

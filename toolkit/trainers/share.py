@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit import processes
+from toolkit import phases, processes
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout
 from toolkit.errors import SelfCheckError
@@ -63,8 +63,9 @@ def sum_like_gradients(parameters: Iterable[nn.Parameter]) -> None:
     if (number := processes.count()) == 1:
         return
     of_each = [torch.full_like(parameter, processes.rank() + 1) for parameter in parameters]
-    processes.sum_(of_each)
-    if not all(bool((summed == number * (number + 1) // 2).all()) for summed in of_each):
+    with phases.phase("first sum of all processes"):  # which may hang, where cards cannot copy to one another
+        processes.sum_(of_each)
+        right = all(bool((summed == number * (number + 1) // 2).all()) for summed in of_each)
+    if not right:
         wrong = f"a sum over {number} processes lacks what some of them gave: gradients would be wrong."
-        remedy = "Where cards cannot copy to one another, NCCL_P2P_DISABLE=1 sends by way of the machine's memory."
-        raise SelfCheckError(wrong, remedy=remedy)
+        raise SelfCheckError(wrong, remedy=processes.BY_MEMORY)
