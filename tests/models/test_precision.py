@@ -51,6 +51,27 @@ def test_auto_is_what_the_machine_computes_fast(has, expected, machine):
     assert str(fast_precision()) == expected
 
 
+@pytest.mark.parametrize(
+    ("cuda", "visible", "available", "expected"),
+    [
+        ("13.0", None, False, True),
+        ("13.0", "0", False, True),
+        ("13.0", "", False, False),
+        ("13.0", "-1", False, False),
+        ("13.0", None, True, False),
+        (None, None, False, False),
+    ],
+)
+def test_a_build_for_cuda_that_finds_no_gpu_is_noticed(cuda, visible, available, expected, monkeypatch):
+    """As with a driver that is too old for it; unless all are hidden."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert module.finds_no_gpu() == expected
+
+
 def test_a_model_is_loaded_in_it(checkpoint, machine):
     for has, dtype in (({}, torch.float32), ({"bf16": True}, torch.bfloat16)):
         machine(**has)

@@ -17,6 +17,7 @@ from tests.tiny_runs import REPOSITORY, chat_recipe, command_here
 from toolkit.checkpoints import write_state
 from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
+from toolkit.reports import environment
 from toolkit.runs import listing
 from toolkit.runs.collect import partial_file
 from toolkit.runs.comparison import compare, differing
@@ -361,7 +362,9 @@ def test_a_bug_report_names_versions_and_no_secret(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     said = command_here("env").stdout
     assert "transformers" in said and "OMP_NUM_THREADS" in said and "processor" in said
-    assert "hf_secret" not in said
+    assert "hf_secret" not in said and "can use" not in said
+    monkeypatch.setattr(sys.modules[environment.__module__], "finds_no_gpu", lambda: True)
+    assert environment()["GPUs"].startswith("none that this torch can use (see nvidia-smi;")
 
 
 @pytest.mark.parametrize(

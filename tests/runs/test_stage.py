@@ -39,11 +39,15 @@ def test_of_two_lengths_it_is_said_which_one_counts():
     assert [*about_stage(recipes.load("doubling"), "ppo")] == []
 
 
-def test_the_precision_and_why_it_is_this_one_are_said_and_kept(tmp_path, checkpoint):
+def test_the_precision_and_why_it_is_this_one_are_said_and_kept(tmp_path, checkpoint, monkeypatch):
     left_open, fast = chat_recipe(tmp_path, checkpoint, "base.dtype=auto"), fast_precision()
     assert [*about_stage(left_open, "ppo")] == [f"base.dtype is {fast.dtype}, since {fast.why}."]
     assert figures(left_open, "ppo", 0.0, {}, {})["dtype"] == fast.dtype
     asked = chat_recipe(tmp_path, checkpoint, "base.dtype=float32")
+    monkeypatch.setattr("toolkit.runs.build.finds_no_gpu", lambda: True)
+    (said,) = about_stage(asked, "ppo")
+    assert "finds no GPU that it can use: ppo runs on the CPU. If there is one, see nvidia-smi" in said
+    monkeypatch.undo()
     assert [*about_stage(asked, "ppo")] == [] and figures(asked, "ppo", 0.0, {}, {})["dtype"] == "float32"
 
 

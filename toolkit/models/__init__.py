@@ -68,6 +68,7 @@ from toolkit.models.precision import (
     Precision,
     default_device,
     fast_precision,
+    finds_no_gpu,
     in_tf32,
     on_another_machine,
     quantization_config,
@@ -92,7 +93,7 @@ from toolkit.models.q_values import (
 )
 from toolkit.models.roles import InRole, SharedBase, has_head, scores_for
 from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences
-from toolkit.models.trials import tried
+from toolkit.models.trials import raise_of_the_card, tried
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 from toolkit.models.weights import Merged, base_digest, frozen_digest, merge_adapter, tensors_digest

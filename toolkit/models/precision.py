@@ -1,5 +1,6 @@
 """Which precision a machine computes fast: asked of the machine, here and nowhere else."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,13 @@ def on_another_machine(precision: Precision) -> Iterator[None]:
 def default_device() -> torch.device:
     """Where a base is loaded: the GPU if there is one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def finds_no_gpu() -> bool:
+    """Whether torch was built for CUDA and finds no GPU that it can use, though none is hidden from it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
+    hidden = not visible or visible.startswith("-")
+    return torch.version.cuda is not None and not hidden and not torch.cuda.is_available()
 
 
 def fast_precision() -> Precision:

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from toolkit.memory import memory
+from toolkit.models import finds_no_gpu
 from toolkit.reports.files import versions
 
 
@@ -59,6 +60,8 @@ def environment() -> dict[str, str]:
         major, minor = torch.cuda.get_device_capability(0)
         found |= {"GPUs": str(torch.cuda.device_count()), "compute capability": f"{major}.{minor}"}
         found["bfloat16"] = "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "emulated"
+    elif finds_no_gpu():
+        found["GPUs"] = "none that this torch can use (see nvidia-smi; a build for another CUDA: docs/running.md)"
     return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 

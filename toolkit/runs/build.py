@@ -17,6 +17,7 @@ from toolkit.models import (
     SharedBase,
     default_device,
     fast_precision,
+    finds_no_gpu,
     level_of,
     load_model,
     scores_for,
@@ -79,7 +80,7 @@ def scored_prompts(recipe: Recipe, splits: Sequence[str]) -> list[Prompts]:
 
 def about_stage(recipe: Recipe, stage: str) -> Iterator[str]:
     """Sentences on a stage before it runs: which of two settings says how long; why its precision is this one where the
-    recipe leaves it open; that it is slow."""
+    recipe leaves it open; that it is slow, or that torch finds no GPU."""
     given = section(recipe.values, stage)
     first, *others = [name for name in _HOW_LONG if given.get(name) not in (None, -1)] or [""]
     if others:  # one: max_steps and total_episodes together are refused
@@ -89,6 +90,10 @@ def about_stage(recipe: Recipe, stage: str) -> Iterator[str]:
         yield f"{key} is {precision}."
     if slow := about_slow(precision.dtype, key):
         yield slow
+    if finds_no_gpu():
+        wrong = f"torch, built for CUDA {torch.version.cuda}, finds no GPU that it can use: {stage} runs on the CPU. "
+        wrong += "If there is one, see nvidia-smi: its driver may be too old for this build (docs/running.md). "
+        yield f"{wrong}CUDA_VISIBLE_DEVICES='' says that the CPU is meant."
 
 
 def about_slow(dtype: str, key: str) -> str:
