@@ -1,8 +1,10 @@
+import os
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from re import escape
 
+import accelerate
 import pytest
 import torch
 import yaml
@@ -17,6 +19,7 @@ from toolkit.rewards import WeightedSum, load_function
 from toolkit.rewards.function import in_no_file
 from toolkit.runs.differences import changes
 from toolkit.runs.take_over import take_over
+from toolkit.spec import stage as stage_section
 from toolkit.spec.shipped import recipe_folder
 from toolkit.spec.sources import lora_config
 from toolkit.spec.stage import check_stage
@@ -582,6 +585,51 @@ def test_one_card_is_used_where_several_are_in_sight(tmp_path, monkeypatch):
         fitting = _fitting(sft, GraniteForCausalLM(granite), own_loss=True)
     assert fitting is not sft and fitting.loss_type == "nll"
     assert fitting.n_gpu == 1 and fitting.mixed_precision == sft.mixed_precision
+
+
+@pytest.mark.parametrize(("initialised", "current", "asked", "expected"), [
+    (False, None, 0, []),  # to ask for the current one would initialise CUDA
+    (True, 0, 0, []),
+    (True, 1, 0, [0]),
+    (False, None, 1, [1]),
+])  # fmt: skip
+def test_a_stage_that_is_read_makes_no_context_on_a_card(initialised, current, asked, expected, monkeypatch):
+    """Which a command would hold while earlier stages run in processes of their own."""
+    chosen = []
+
+    def sets_one(self):
+        self._n_gpu = 1
+        torch.cuda.set_device(torch.device("cuda", asked))
+        return torch.device("cpu")
+
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(sets_one))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current if initialised else pytest.fail())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(device.index))
+    recipes.load("doubling").stage_config("sft")
+    assert sorted({*chosen}) == expected
+    torch.cuda.set_device(torch.device("cuda", 0))
+    assert chosen[-1:] == [0]
+
+
+@pytest.mark.parametrize(("driver", "expected"), [
+    ("535.183.01", {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "1"}),  # a user's own value stays
+    ("550.40.07", {"NCCL_P2P_DISABLE": "0"}),
+])  # fmt: skip
+def test_accelerate_is_told_that_cards_do_not_copy_to_one_another(driver, expected, monkeypatch):
+    """It would refuse one process, too, on a machine with several of such cards."""
+    monkeypatch.setattr(accelerate.utils.environment, "get_gpu_info", lambda: (["NVIDIA GeForce RTX 4090"] * 2, 2))
+    monkeypatch.setattr(accelerate.utils.environment, "get_driver_version", lambda: driver)
+    asked, environ = stage_section._without_copies_between_cards, {"NCCL_P2P_DISABLE": "0"}
+    asked.cache_clear()
+    recipes.load("doubling").stage_config("sft")
+    assert asked.cache_info().misses == 1
+    monkeypatch.setattr(os, "environ", environ)
+    asked.__wrapped__()
+    assert environ == {"NCCL_P2P_DISABLE": "0"}  # without a card nobody is asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked.__wrapped__()
+    assert environ == expected
 
 
 NO_NAMES = ("-x", "..", ".", "", "../x", "../../x", "a/../../b", "a/b", "/tmp/x", "a\\b", "C:x", "C:\\x", ".hidden",

@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from tests.spec.test_load import MINIMAL, load_changed
 from tests.spec.test_yaml import refused
-from toolkit.errors import RecipeError
+from toolkit.errors import RecipeError, ToolkitError
 from toolkit.recipes import load
 from toolkit.spec.keys import check_keys
 from toolkit.spec.sources import lora_config
@@ -84,6 +84,14 @@ def test_what_a_library_says_without_a_key_is_said_of_the_one_that_it_is_about()
     (problem,) = check_keys("here", {"left": 1, "name": "x"}, owner, build=build)
     assert problem.text() == "here — left fits no name"  # of two keys
     assert check_keys("here", {"left": 1, "right": 1}, owner, build=build) == []
+
+
+def test_what_the_card_refuses_is_no_fault_of_a_recipe():
+    def build(**_):
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nfurther lines")
+
+    with pytest.raises(ToolkitError, match=r"^the GPU failed: CUDA error: .* unavailable\. See whether another"):
+        check_keys("here", {}, lambda: None, build=build)
 
 
 def test_what_training_takes():

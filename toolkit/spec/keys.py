@@ -11,6 +11,7 @@ from typing import Any, get_args
 from transformers import BitsAndBytesConfig
 
 from toolkit.errors import Problem, ToolkitError, did_you_mean, within
+from toolkit.models import raise_of_the_card
 from toolkit.settings import fits, hints_of, problems_of
 
 REFUSALS = (TypeError, ValueError, AttributeError, ImportError, LookupError, RuntimeError, ArithmeticError, UserWarning)
@@ -163,6 +164,7 @@ def check_keys(
     except ToolkitError as error:
         return list(error.problems)
     except REFUSALS as error:
+        raise_of_the_card(error)  # of which no key can say anything
         return [_of_key(place, values, " ".join(str(error).split()) or type(error).__name__, build)]
     return []
 

@@ -1,11 +1,15 @@
 """A stage's section: what is refused in it, what the toolkit presets, and the object of the owner's class."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from accelerate.utils import check_cuda_p2p_ib_support
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -177,12 +181,41 @@ def presets(
     return {name: preset for name, preset in ours.items() if values.get(name) is None}
 
 
+@cache
+def _without_copies_between_cards() -> None:
+    """Say to NCCL what accelerate's launcher would, before accelerate, which raises where nobody has: with an old
+    driver cards of the series RTX 40 cannot copy to one another. It asks of all cards, also those hidden from here."""
+    if torch.cuda.is_available() and not check_cuda_p2p_ib_support():
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            os.environ.setdefault(name, "1")
+
+
+@contextmanager
+def _card_left_alone() -> Iterator[None]:
+    """Inside, to set the device that is the current one does nothing. It would make CUDA's context there
+    (pytorch/pytorch#155900), some hundred MB that a command holds while earlier stages run in processes of their own;
+    and a card in EXCLUSIVE_PROCESS mode has one context alone."""
+    usual = torch.cuda.set_device
+
+    def set_another(device: Any) -> None:
+        here = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # else to ask would initialise it
+        if getattr(device, "index", device) != here:
+            usual(device)
+
+    torch.cuda.set_device = set_another
+    try:
+        yield
+    finally:
+        torch.cuda.set_device = usual
+
+
 def stage_config(
     stage: str, values: dict[str, Any], *, output_dir: str, seed: int, precision: Precision, run: str | None = None
 ) -> Any:
     """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
     ours = {name: preset.value for name, preset in presets(stage, values, precision=precision, run=run).items()}
-    with trainers_kept():
+    _without_copies_between_cards()
+    with trainers_kept(), _card_left_alone():
         made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **{**values, **ours})
         # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active
         # role, and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).
