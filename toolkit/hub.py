@@ -61,10 +61,8 @@ def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = F
     if remedy := way_to_cache(error):
         return remedy
     if constants.HF_HUB_OFFLINE:
-        if of_data:  # offline, datasets looks for what it has made of files itself, and not for files
-            way = f"hf download --repo-type dataset {name} --local-dir FOLDER"
-            return f"{otherwise} Offline mode: with a network, {way} gives a FOLDER to name."
-        return f"{otherwise} Offline mode: with a network, hf download {name} gets what the cache lacks."
+        command = f"hf download {'--repo-type dataset ' * of_data}{name}"
+        return f"{otherwise} Offline mode: with a network, {command} gets what the cache lacks."
     return otherwise
 
 

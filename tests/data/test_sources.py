@@ -281,7 +281,7 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
     (RuntimeError("Disk quota exceeded (os error 122)"), False, r"Make room for the hub's cache \(.*HF_HOME"),
     (OSError(errno.EROFS, "Read-only file system", "/cache/x"), False, r"Let the hub's cache \(.* be written and read"),
     (ValueError("Dataset 'a/b' is a gated dataset"), False, "Ask for access at .*/datasets/me/pairs, then log in"),
-    (ConnectionError("Couldn't reach"), True, "hf download --repo-type dataset me/pairs --local-dir FOLDER gives a"),
+    (ConnectionError("Couldn't reach"), True, "hf download --repo-type dataset me/pairs gets what the cache lacks"),
     (RepositoryNotFoundError.__new__(RepositoryNotFoundError), False, "in its place. If it is a private one, log in"),
     (FileNotFoundError("me/pairs cannot be accessed"), False, "in its place. If it is a private one, log in"),
 ])  # fmt: skip

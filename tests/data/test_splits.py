@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 from datasets import config as datasets_config
+from huggingface_hub import constants
 
 from tests.data.test_sources import file, read
 from tests.tiny_runs import byte_tokenizer
@@ -280,6 +281,64 @@ def test_subsets_are_folders(tmp_path):
     assert sorted(texts(folder)) == ["harmless-base train", "helpful-base train"]
     with pytest.raises(DataError, match=r"can read \(The directory at .*nope doesn't.*Set subset to null, if that is"):
         read(folder, subset="nope")
+
+
+@pytest.fixture
+def in_hub_cache(tmp_path, monkeypatch):
+    """The folder of a commit in the hub's cache, and the file that lists all of its files; without a network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets_config, "HF_HUB_OFFLINE", True)
+    stored, commit = tmp_path / "hub" / "datasets--me--pairs", "0a" * 20
+    for name in ("refs", "snapshots", "trees", "blobs"):
+        (stored / name).mkdir(parents=True)
+    file(stored / "refs" / "main", commit)
+    folder = in_folders(stored / "snapshots" / commit)
+    for number, one in enumerate([one for one in folder.rglob("*") if one.is_file()]):
+        shutil.move(one, stored / "blobs" / str(number))
+        one.symlink_to(stored / "blobs" / str(number))
+    return folder, stored / "trees" / f"{commit}.json"
+
+
+def test_offline_a_hub_id_is_read_from_the_files_in_the_cache(in_hub_cache, cache):
+    folder, tree = in_hub_cache
+    rows = [("me/pairs/helpful-base (train), row 1", {"prompt": "helpful-base train"})]
+    # As datasets leaves it: what it has read to the end is there whole, and nothing is known of the others.
+    with pytest.raises(DataError, match="with a network, hf download --repo-type dataset me/pairs gets what the cache"):
+        read("me/pairs", subset="helpful-base")
+    size = sum(len(one.read_bytes()) for one in (folder / "helpful-base").iterdir())
+    made = cache / "me___pairs" / "default-0123456789abcdef" / "0.0.0" / folder.name
+    made.mkdir(parents=True)
+    file(made / "dataset_info.json", json.dumps({"config_name": "default", "download_size": size}))
+    assert read("me/pairs", subset="helpful-base") == rows
+    shutil.rmtree(cache / "me___pairs")
+    file(made.parents[3] / "kept", "")
+    with pytest.raises(DataError, match="gets what the cache lacks"):
+        read("me/pairs")
+    # As hf download leaves it, with a list of all files.
+    names = [str(one.relative_to(folder)) for one in folder.rglob("*.*")]
+    file(tree, json.dumps({"format_version": 1, "files": {name: {"size": 1, "blob_id": "0"} for name in names}}))
+    assert read("me/pairs", subset="helpful-base") == rows
+    assert [row["prompt"] for _, row in read("me/pairs")] == ["harmless-base train", "helpful-base train"]
+    with pytest.raises(DataError, match="nope doesn't.*Set subset to null, if that is of another data set"):
+        read("me/pairs", subset="nope")
+    (folder / "harmless-base" / "test.jsonl.gz").unlink()
+    assert read("me/pairs", subset="helpful-base") == rows
+    with pytest.raises(DataError, match="gets what the cache lacks"):
+        read("me/pairs")
+
+
+def test_a_card_names_no_files_elsewhere(tmp_path):
+    private, folder = file(tmp_path / "private.jsonl", '{"prompt": "secret"}'), tmp_path / "x"
+    file(folder / "a.jsonl", '{"prompt": "a"}')
+    (folder / ".cache" / "huggingface").mkdir(parents=True)
+    for named in (str(private), "../private.jsonl", "a.jsonl"):
+        file(folder / "README.md", f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
+        if named == "a.jsonl":
+            assert texts(folder) == ["a"]
+            continue
+        with pytest.raises(DataError, match="^train: .*/x: its configs name .*/private.jsonl, which is none of"):
+            read(folder)
 
 
 def test_configurations_are_those_of_the_card(tmp_path):

@@ -7,14 +7,18 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
 from toolkit import hub, phases
 from toolkit.data.files import READERS, Row, listed, numbered, reason, shown
@@ -230,7 +234,9 @@ def _from_folder(path: Path, subset: str | None, name: str | None) -> DatasetDic
     """What datasets makes of the files of a folder, in its own cache: nothing is written to the folder."""
     whole = os.path.abspath(path)  # else "json" would be one of datasets' own readers
     try:
-        return load_dataset(whole, name, data_dir=subset)
+        return _of_files(whole, subset, name)
+    except DataError:
+        raise
     except Exception as error:  # of datasets, pyarrow and yaml, as the damage has it
         _check_configuration(str(path), name, error)
         why = _cause(error)
@@ -246,6 +252,23 @@ def _from_folder(path: Path, subset: str | None, name: str | None) -> DatasetDic
         raise refused from error
 
 
+def _of_files(folder: str, subset: str | None, name: str | None) -> DatasetDict:
+    """What datasets makes of the files of a folder. Raises DataError for a file elsewhere: a stranger's card may name a
+    private one of the user's. Of a hub id datasets refuses that itself."""
+    own = os.path.join(os.path.realpath(os.path.join(folder, subset or "")), "")
+    for file in map(os.path.normpath, _data_files(folder, subset, name)):
+        if not file.startswith(own):
+            wrong = f"{folder}: its configs name {shown(file)}, which is none of its own files."
+            raise DataError(wrong, remedy="Take that out of its README.md, or put the file into the folder.")
+    return load_dataset(folder, name, data_dir=subset)
+
+
+def _data_files(folder: str, subset: str | None, name: str | None = None) -> list[str]:
+    """The files that datasets would read in a folder."""
+    of_splits = load_dataset_builder(folder, name, data_dir=subset).config.data_files or {}
+    return [file for files in of_splits.values() for file in files]
+
+
 def _tell_unread(path: Path, subset: str | None) -> None:
     """Tells of files in a folder that datasets passes over: those of another kind than most of a split, and beside
     names of splits those without one. What `hf download` wrote, or a card divides, is as its author means it."""
@@ -253,8 +276,7 @@ def _tell_unread(path: Path, subset: str | None) -> None:
     if (path / ".cache" / "huggingface").is_dir() or (card.is_file() and b"\nconfigs:" in card.read_bytes()):
         return
     whole = os.path.abspath(path)
-    of_splits = (load_dataset_builder(whole, data_dir=subset).config.data_files or {}).values()
-    read = {os.path.realpath(name) for names in of_splits for name in names}  # the folder may be a link
+    read = {os.path.realpath(name) for name in _data_files(whole, subset)}  # the folder may be a link
     below = (entry.relative_to(whole) for entry in Path(whole, subset or "").rglob("*"))
     shown_to_it = (entry for entry in below if not any(part.startswith((".", "__")) for part in entry.parts))
     files = _files_in(sorted(map(str, shown_to_it)))
@@ -268,7 +290,14 @@ def _tell_unread(path: Path, subset: str | None) -> None:
 def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
     host = hub.silent_host()
     try:
-        return load_dataset(source, name, data_dir=subset)
+        try:
+            return load_dataset(source, name, data_dir=subset)
+        except Exception:
+            if not (folder := _cached(source, subset, name)):
+                raise
+            return _of_files(folder, subset, name)
+    except DataError:
+        raise
     except Exception as error:  # of httpx, huggingface_hub, datasets and pyarrow, without a common root
         _check_configuration(source, name, error)
         wrong = f'"{source}" is no file, and the hub did not give it ({reason(_cause(error))}).'
@@ -277,6 +306,27 @@ def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
         otherwise = f"{_nearest(Path(source))} Name files in its place.".strip()
         remedy = hub.way_to(source, error, otherwise=otherwise, of_data=True)
         raise DataError(wrong, remedy=f"{remedy} {_without_settings(subset, name)}".strip()) from error
+
+
+def _cached(source: str, subset: str | None, name: str | None) -> str:
+    """The folder in the hub's cache with all files of a data set, or of its subset; "" where some may be missing, or
+    the hub can be asked. Offline, datasets looks for what it has made of files itself, and finds no subset there."""
+    if not constants.HF_HUB_OFFLINE:
+        return ""
+    needed = None if subset is None else [f"{subset}/*", "README.md"]
+    try:
+        folder = snapshot_download(source, repo_type="dataset", allow_patterns=needed, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return ""
+    with suppress(CachedRepoTreeNotFoundError):
+        get_cached_repo_tree(source, repo_type="dataset")  # of hf download: the folder has been compared with it
+        return folder
+    if subset is None:
+        return ""
+    # Of datasets, which gets file by file, and notes the size of all once it has read them to the end.
+    size = sum(map(os.path.getsize, _data_files(folder, subset, name)))
+    read = Path(datasets_config.HF_DATASETS_CACHE).glob(f"*/*/*/{Path(folder).name}/dataset_info.json")
+    return folder if any(json.loads(info.read_bytes()).get("download_size") == size for info in read) else ""
 
 
 def _cause(error: Exception) -> Exception:
