@@ -47,6 +47,10 @@ def test_a_column_that_is_there_twice_is_not_read_once(tmp_path):
     assert 'column "prompt" is there 2 times' in refusal(tmp_path / "x.parquet")
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n')
     assert 'line 2: not valid JSON ("prompt" is there twice)' in refusal(tmp_path / "x.jsonl")
+    # Of very many, the last is found in one pass, not in one for each of them.
+    many = ", ".join(f'"{number}": 1' for number in (*range(100_000), 99_999))
+    (tmp_path / "x.jsonl").write_text(f"{{{many}}}")
+    assert '("99999" is there twice)' in refusal(tmp_path / "x.jsonl")
 
 
 # ---------------------------------------------------------------------- names
@@ -367,6 +371,18 @@ def test_a_column_of_over_2_gib_is_not_hashed(monkeypatch):
 
     monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", overflows)
     assert as_dataset({"prompt": ["a"]}, place="x", field="train").to_list() == [{"prompt": "a"}]
+
+
+def test_of_many_reasons_the_commonest_are_said(tmp_path):
+    speakers = ["bot", "bot", *(f"person {n}" for n in range(200))]
+    rows = [{"messages": [{"from": speaker, "value": "a"}]} for speaker in speakers]
+    path = jsonl(tmp_path / "x.jsonl", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, *rows)
+    task = Prompts(byte_tokenizer(), path, path)
+    commonest = f'2 × a message from "bot", a speaker that is not known (first: {path}, line 2)'
+    assert task.report("train").startswith(f"train: 1 prompts; 202 left out: {commonest}, 1 × ")
+    assert task.report("train").endswith(", 192 × one of 192 other reasons")
+    assert len(task.left_out["train"]) == 10 and task.left_out["train"].total() == 202
+    assert len({row["reason"] for row in task.left_out_rows()}) == 201
 
 
 def test_what_was_left_out_is_said_where_too_few_are_left(tmp_path):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, doubling
+from toolkit.data.encoder import without_end
 from toolkit.data.pairs import Pair, read_pair
 from toolkit.data.rows import Unusable, draw_parts
 from toolkit.errors import DataError
@@ -554,6 +555,8 @@ def test_an_end_that_is_white_space_itself_is_one_too(tmp_path):
     task = Demonstrations(tokenizer, path, path, chat=False)
     assert [tokenizer.decode(row["input_ids"]) for row in task.demonstrations("train")] == ["1a\n"] * 3
     assert task.left_out["train"] == {}
+    # Of very many ends the text is not copied for each.
+    assert without_end(" a " + "</s> \n" * 60_000, ["</s>"]) == " a " and without_end("a \n", ["</s>"]) == "a \n"
 
 
 def test_the_end_of_a_turn_is_not_written_twice_and_tells_a_rendered_prompt(tmp_path):

@@ -48,10 +48,14 @@ def padded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
 def without_end(text: str, ends: Sequence[str]) -> str:
     """A text without the ends of a turn behind it, and without the white space behind these, where chat templates
     write a line break; one without an end as it is."""
-    # As it is first: an end may be white space itself.
-    while there := next(((said, end) for said in (text, text.rstrip()) for end in ends if said.endswith(end)), None):
-        text = there[0].removesuffix(there[1])
-    return text
+    kept = stop = len(text)  # with the white space behind it, and without
+    while True:
+        if end := next((end for end in ends if text.endswith(end, 0, stop)), None):
+            kept = stop = stop - len(end)
+        elif text[stop - 1 : stop].isspace():
+            stop -= 1
+        else:
+            return text[:kept]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ def numbered(place: str, tables: Iterable[Any]) -> Iterator[Row]:
 
 def _in_python(place: str, table: Any) -> list[dict[str, Any]]:
     names = table.schema.names
-    if twice := [name for name in names if names.count(name) > 1]:
-        wrong = f'{place}: column "{shown(twice[0])}" is there {names.count(twice[0])} times.'
+    if len(set(names)) < len(names):
+        name, times = Counter(names).most_common(1)[0]
+        wrong = f'{place}: column "{shown(name)}" is there {times} times.'
         raise DataError(wrong, remedy="Give every column a name of its own.")
     try:
         rows = table.to_pylist()
@@ -166,8 +168,8 @@ def object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, whose keys are each there once: Python would take the last."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f'"{next(name for name in names if names.count(name) > 1)}" is there twice')
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f'"{name}" is there twice')
     return made
 
 

@@ -26,6 +26,7 @@ from toolkit.errors import DataError, did_you_mean
 PARTS = ("sft", "reward", "ppo")  # stages among which pairs may be divided
 SHOWN = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}  # of a demonstration
 _AT_ONCE = 1000  # rows that are packed into a data set
+_MOST_REASONS = 10  # why rows are left out, in messages and reports: one may name what is another in every row
 
 
 class Unusable(Exception):
@@ -214,8 +215,12 @@ class Split:
     left_out: Sequence[tuple[str, str]] = ()
 
     def counts(self) -> Counter[str]:
-        """How many rows were left out for which reason."""
-        return Counter(reason for _, reason in self.left_out)
+        """How many rows were left out for which reason, the commonest first; of very many the rare ones together."""
+        every = Counter(reason for _, reason in self.left_out)
+        counts = dict(every.most_common(None if len(every) <= _MOST_REASONS else _MOST_REASONS - 1))
+        if rest := len(every) - len(counts):
+            counts[f"one of {rest} other reasons"] = every.total() - sum(counts.values())
+        return Counter(counts)
 
     def report(self, unit: str) -> str:
         """`12 pairs`, and what was left out."""
@@ -224,8 +229,8 @@ class Split:
 
     def listed(self) -> str:
         """`2 × an empty prompt (first: x.jsonl, line 7)`, the commonest reason first; empty if none was left out."""
-        first = {reason: place for place, reason in reversed(self.left_out)}
-        return ", ".join(f"{count} × {why} (first: {first[why]})" for why, count in self.counts().most_common())
+        first = {reason: f" (first: {place})" for place, reason in reversed(self.left_out)}
+        return ", ".join(f"{count} × {why}{first.get(why, '')}" for why, count in self.counts().items())
 
     def take(self, numbers: Sequence[int]) -> "Split":
         """Some of the rows of a data set, in the order given."""
