@@ -200,6 +200,11 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
         for find in (check_function, load_function):
             with pytest.raises(RewardError, match=r"TRL's GRPOTrainer does \(.*rule.py, line 1\)\. Wrap it: docs"):
                 find(f"{path}:rule")
+    for arguments in ("queries, prompts, labels", "queries, prompts, labels, **kwargs"):
+        path.write_text(f"def rule({arguments}): ...\n")
+        for find in (check_function, load_function):
+            with pytest.raises(RewardError, match=r"'prompts' .*rule.py, line 1\)\. Wrap it, as one of OpenRLHF: docs"):
+                find(f"{path}:rule")
     path.write_text("async def rule(rollout, /, *, needed, given=1): ...\n")
     with pytest.raises(RewardError, match="missing a required .*argument: 'needed'"):
         check_function(f"{path}:rule")

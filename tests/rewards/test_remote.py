@@ -200,8 +200,10 @@ def test_a_compressed_answer_is_refused(serve):
 def test_a_refusal_ends_the_run_at_once(serve, status):
     elsewhere = serve(lengths)
     server = serve(lambda n, message: (status, b"no such path", 0, {"Location": elsewhere.url}))
-    with pytest.raises(RewardError, match=f"refused a request: status {status} .*no such path"):
+    server.url += "?api_key=hidden"
+    with pytest.raises(RewardError, match=f"score refused a request: status {status} .*no such path") as error:
         asking(server)(batch())
+    assert "hidden" not in str(error.value)
     assert len(server.messages) == 1 and not elsewhere.messages  # a redirect would take the token along
 
 

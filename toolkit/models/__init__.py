@@ -78,6 +78,7 @@ from toolkit.models.precision import (
 from toolkit.models.pretrained import (
     check_same_tokenizer,
     embeddings_needed,
+    head_outputs,
     load_tokenizer,
     save_tokenizer,
     weight_file_problems,

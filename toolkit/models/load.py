@@ -42,6 +42,7 @@ from toolkit.models.pretrained import (
     check_there,
     check_weights_alone,
     embeddings_needed,
+    head_outputs,
     not_loaded,
     quiet_transformers,
     weight_file_problems,
@@ -217,7 +218,9 @@ def _check_complete(model: str, report: Mapping[str, Any], kind: Kind, *, traine
         wrong = f'"{model}" has weights of another shape than its configuration asks for: {key} is {there}, and '
         wrong += f"{asked} is asked for{' (and others)' * (len(other) > 1)}."
         remedy = "Mend its config.json, or download it again."
-        if _FRESH & set(key.split(".")):
+        if trained and _FRESH & set(key.split(".")):
+            remedy = f"Give it so many classes in its config.json (id2label, num_labels): {there[0]}."
+        elif _FRESH & set(key.split(".")):
             remedy = "Name a checkpoint with as many outputs, or a language model, whose head is new."
         raise ModelError(wrong, field="model", remedy=remedy)
 
@@ -282,6 +285,8 @@ def model_config(
         _check_classifier(config, spec, tokenizer)
         if tokenizer is not None:
             config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if num_labels is None and spec.model is not None and config.id2label == PreTrainedConfig().id2label:
+            num_labels = head_outputs(spec.model)  # two are what transformers takes where a checkpoint does not say
         if num_labels is not None:
             config.num_labels = num_labels
     return config

@@ -319,6 +319,14 @@ def weights_outline(folder: Path) -> dict[str, Tensor]:
     return state
 
 
+def head_outputs(model: str) -> int | None:
+    """How many outputs the head of a classifier has, by the headers of its folder's weights; None where there is no
+    head, or no folder."""
+    state = weights_outline(Path(model).expanduser())
+    heads = (state[f"{name}.weight"] for name in HEAD_NAMES if f"{name}.weight" in state)
+    return next((head.shape[0] for head in heads), None)
+
+
 def weight_file_problems(folder: Path) -> Iterator[str]:
     """Weights that are missing, kept from being read, or cut short, by their headers."""
     try:

@@ -132,8 +132,10 @@ def check_signature(signature: inspect.Signature, field: str, *, at: str | None)
         wrong = f"it is called with a rollout, and takes completions, as a reward of TRL's GRPOTrainer does{place}."
         raise RewardError(wrong, field=field, remedy='Wrap it: docs/coming_from.md, "Reward functions of GRPO".')
     if refused:
+        of_openrlhf = {"queries", "labels"} <= signature.parameters.keys()
         wrong = f"it is called with a rollout, and does not take one: {refused}{place}."
-        raise RewardError(wrong, field=field)
+        remedy = "Wrap it, as one of OpenRLHF: docs/coming_from.md." if of_openrlhf else ""
+        raise RewardError(wrong, field=field, remedy=remedy)
 
 
 def _takes_any_keyword(signature: inspect.Signature) -> bool:

@@ -1,10 +1,11 @@
 """A reward model or classifier with a base and a tokenizer of its own as a reward callback."""
 
 import copy
+import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,6 +95,7 @@ class RewardModel(TextScorer):
 
         Raises: RewardError: the prompts lack the column, or the model's chat template refuses a conversation.
         """
+        rollout = replace(rollout, responses=[self._without_special(response) for response in rollout.responses])
         prompts = self.prompts_in(rollout.columns)
         if prompts is None:
             return [(response,) for response in rollout.responses]
@@ -103,6 +105,20 @@ class RewardModel(TextScorer):
         if self.reads == "pair":
             return list(zip(plain, rollout.responses, strict=True))
         return [(prompt + response,) for prompt, response in zip(plain, rollout.continuations, strict=True)]
+
+    def _without_special(self, response: str) -> str:
+        """A response without what is spelt like a special token of this model's tokenizer, which would be read as one:
+        the policy could write a turn of its own."""
+        while (left := self._special.sub("", response)) != response:  # what stood around one may be one together
+            response = left
+        return response
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = self.tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method, which has none
+        added = added.values() if isinstance(added, Mapping) else ()
+        names = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        return re.compile("|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True))) or "(?!)")
 
     def _rows(self, rollout: Rollout) -> list[dict[str, list[int]]]:
         """The model's inputs for each response, none longer than the limit."""
@@ -248,12 +264,15 @@ class ModelScorer(TextScorer):
         what it reads."""
         config = models.model_config(models.ModelSpec(self.model, **self._code), "sequence_classifier")
         kinds = config.architectures or []
-        if kinds and not self.trust_remote_code and not any("SequenceClassification" in kind for kind in kinds):
-            raise RewardError(
-                f'"{self.model}" is a {" and ".join(kinds)}, which has no head for scores.',
-                field="model",
-                remedy="Name a checkpoint for sequence classification, as TRL's RewardTrainer saves it.",
-            )
+        named = self.trust_remote_code or any("SequenceClassification" in kind for kind in kinds)
+        if kinds and not named and models.head_outputs(str(self.model)) is None:
+            remedy = "Name a checkpoint for sequence classification, as TRL's RewardTrainer saves it."
+            if "RewardModel" in kinds:
+                remedy += (
+                    " One of OpenRLHF is read from a folder (hf download --local-dir), if its head is called score."
+                )
+            wrong = f'"{self.model}" is a {" and ".join(kinds)}, which has no head for scores.'
+            raise RewardError(wrong, field="model", remedy=remedy)
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.model, **self._code)
         except Exception as error:  # of tokenizers and transformers, as the files have it

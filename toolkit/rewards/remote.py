@@ -130,7 +130,7 @@ class RemoteReward(RemoteScorer):
     def _say_wait(self, state: "tenacity.RetryCallState") -> None:
         assert state.outcome is not None and state.next_action is not None
         wait = f"waiting {state.next_action.sleep:.2g} s before try {state.attempt_number + 1} of {self.retries + 1}"
-        warnings.warn(printable(f"{self.url}: {state.outcome.exception()}; {wait}."), stacklevel=2)
+        warnings.warn(printable(f"{self._place}: {state.outcome.exception()}; {wait}."), stacklevel=2)
 
     async def _try(self, client: "httpx2.AsyncClient", body: bytes, until: float) -> bytes:
         import httpx2
@@ -179,7 +179,12 @@ class RemoteReward(RemoteScorer):
         return scores
 
     def _wrong(self, wrong: str, remedy: str = "", *, kind: type[RewardError] = RewardError) -> RewardError:
-        return kind(f"{self.url} {wrong}", field="url", remedy=remedy)
+        return kind(f"{self._place} {wrong}", field="url", remedy=remedy)
+
+    @property
+    def _place(self) -> str:
+        """The address as messages show it: what follows may be a key."""
+        return self.url.partition("?")[0]
 
 
 def read_token(token_variable: str) -> str:
