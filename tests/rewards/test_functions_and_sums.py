@@ -203,7 +203,7 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
     for arguments in ("queries, prompts, labels", "queries, prompts, labels, **kwargs"):
         path.write_text(f"def rule({arguments}): ...\n")
         for find in (check_function, load_function):
-            with pytest.raises(RewardError, match=r"'prompts' .*rule.py, line 1\)\. Wrap it, as one of OpenRLHF: docs"):
+            with pytest.raises(RewardError, match=r"'prompts' .*rule.py, line 1\)\. Wrap it: docs"):
                 find(f"{path}:rule")
     path.write_text("async def rule(rollout, /, *, needed, given=1): ...\n")
     with pytest.raises(RewardError, match="missing a required .*argument: 'needed'"):

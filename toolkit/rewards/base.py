@@ -134,7 +134,7 @@ def check_signature(signature: inspect.Signature, field: str, *, at: str | None)
     if refused:
         of_openrlhf = {"queries", "labels"} <= signature.parameters.keys()
         wrong = f"it is called with a rollout, and does not take one: {refused}{place}."
-        remedy = "Wrap it, as one of OpenRLHF: docs/coming_from.md." if of_openrlhf else ""
+        remedy = 'Wrap it: docs/coming_from.md, "Reward functions of OpenRLHF".' if of_openrlhf else ""
         raise RewardError(wrong, field=field, remedy=remedy)
 
 
