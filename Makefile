@@ -2,7 +2,7 @@
 # make ppo RECIPE=smollm2_135m_lora MODEL=/path/to/checkpoint SET="ppo.kl_coef=0.1 seed=1" RUN=my-run
 # make ppo RESUME=1                          go on with a run that was stopped, with the arguments that it had
 # make ppo SET="ppo.kl_coef=0.4" RUN=more-kl FROM=my-run    another PPO on the sft and reward that a run has finished
-# make ppo GPUS=4                            on four cards together (docs/processes.md); PROCESSES=2 on a CPU
+# make ppo GPUS=4                            on four GPUs together (docs/processes.md); PROCESSES=2 on a CPU
 # make sft | reward                          an earlier stage alone, with the same arguments
 # make q RECIPE=doubling_q                   offline Q-learning; make collect: the rated responses that it learns from
 # make show | validate RECIPE=name           the recipe as resolved | checked without loading weights (toolkit check)

@@ -445,7 +445,7 @@ def test_memory_that_does_not_suffice_is_said(monkeypatch):
     of_card = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of …")
     monkeypatch.setattr("toolkit.reports.environment", lambda: raised(of_card))
     done = CliRunner().invoke(app, ["env"])
-    said = "ToolkitError: the card's memory does not suffice for 2.50 GiB at once. Ask for less: "
+    said = "ToolkitError: the GPU's memory does not suffice for 2.50 GiB at once. Ask for less: "
     assert done.exit_code == 1 and done.stderr.startswith(said)
     monkeypatch.setattr("toolkit.reports.environment", lambda: raised(RuntimeError("another")))
     assert isinstance(CliRunner().invoke(app, ["env"]).exception, RuntimeError)

@@ -265,7 +265,7 @@ def test_what_a_link_leads_to_is_not_given_away(trained, tmp_path):
     [
         (None, "on the quantised base, at"),
         (AdapterError("there is no folder warm"), "base says is not known: there is no folder warm"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "base says is not known: the card's memory does not suffice"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "base says is not known: the GPU's memory does not suffice"),
     ],
     ids=["held", "no adapter", "no memory"],
 )

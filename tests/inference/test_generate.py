@@ -438,7 +438,7 @@ def test_a_line_that_is_too_long_is_no_end_of_a_conversation(trained, monkeypatc
     converse(trained[1], trained_sampler(trained[1]), read=lambda _: next(lines), write=shown.append)
     (long,) = [one for one in shown if "and the base has positions for 512. Shorten" in one]
     assert "/reset" not in long  # by itself it is too long
-    assert shown[-1] == "the card's memory does not suffice for this conversation; /reset makes room"
+    assert shown[-1] == "the GPU's memory does not suffice for this conversation; /reset makes room"
 
 
 def test_a_conversation_that_has_become_too_long_is_told_what_makes_room(trained):

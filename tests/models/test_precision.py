@@ -111,7 +111,7 @@ def test_4_bit_layers_compute_in_the_precision_of_the_others(given, expected):
 
 def test_a_card_that_emulates_bfloat16_is_told_of(machine):
     machine(card=(7, 5))
-    assert slow_here("bfloat16").startswith("this card emulates bfloat16: A card has compute capability 7.5, and")
+    assert slow_here("bfloat16").startswith("this GPU emulates bfloat16: A card has compute capability 7.5, and")
     assert slow_here("float16") == slow_here("float32") == ""
     machine(card=(8, 0))
     assert slow_here("bfloat16") == ""

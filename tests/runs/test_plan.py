@@ -379,7 +379,7 @@ def test_any_architecture_is_planned(kind, tmp_path):
 
 
 def test_graphs_are_not_planned_for_a_cpu(checkpoint, tmp_path):
-    with pytest.raises(ConfigError, match=r"ppo\.generation: graphs are of CUDA .* Name a card \(gpu="):
+    with pytest.raises(ConfigError, match=r"ppo\.generation: graphs are of CUDA .* Name a GPU \(gpu="):
         plan(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs"))
 
 
@@ -387,7 +387,7 @@ def test_a_card_that_is_not_known_is_planned_by_its_memory(checkpoint, tmp_path,
     monkeypatch.setattr("toolkit.runs.plan.here", lambda: 8 * 10**9)
     report = plan(chat_recipe(tmp_path, checkpoint))
     assert report.fits and report.limit == 8 * 10**9 and report.times == ()
-    assert "time: not planned, for want of the card's limits." in str(report)
+    assert "time: not planned, for want of the GPU's limits." in str(report)
 
 
 def test_a_model_that_the_reward_stage_trains_is_counted(checkpoint, tmp_path):
@@ -459,7 +459,7 @@ def test_rows_are_divided_down_to_one(rows, steps, learnt, generated, checkpoint
 def test_what_no_key_makes_fit_needs_another_card(checkpoint, tmp_path):
     report = plan(chat_recipe(tmp_path, checkpoint), "0.5GB")
     (said,) = [note.text() for note in report.notes if "alone" in note.text()]
-    assert "weights and optimizer alone take" in said and "Take a card as T4. One base over several" in said
+    assert "weights and optimizer alone take" in said and "Take a GPU as T4. One base over several" in said
 
 
 def test_what_is_not_planned_says_so(checkpoint, tmp_path):

@@ -167,7 +167,7 @@ def _errors(debug: bool, *, resumable: bool, inner: bool, divided: bool, of_reci
         if debug or not (of_card or isinstance(error, MemoryError) or "can't allocate memory" in str(error)):
             raise
         asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-        whose = "the card's" if of_card else "this machine's"
+        whose = "the GPU's" if of_card else "this machine's"
         wrong = f"ToolkitError: {whose} memory does not suffice{f' for {asked[1]} at once' if asked else ''}."
         way = _way_on(error) if resumable and hasattr(error, "way_on") else ""
         print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.{way}", file=sys.stderr)

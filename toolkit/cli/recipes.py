@@ -46,7 +46,7 @@ def plan(
     run: Run = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Memory and time of a recipe's PPO by phase, on a card or this machine: in seconds, without loading weights."""
+    """Memory and time of a recipe's PPO by phase, on a GPU or this machine: in seconds, without loading weights."""
     from toolkit import recipes
 
     loaded = recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)

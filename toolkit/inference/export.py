@@ -111,7 +111,7 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
             agreement = f"{_agreement_on_quantised(recipe, probe, likeliest):.1%}"
             told += f"; it is that of the trained policy, on the quantised base, at {agreement}"
         except (ToolkitError, torch.OutOfMemoryError) as error:  # the checkpoint is written, and whole
-            reason = str(error) if isinstance(error, ToolkitError) else "the card's memory does not suffice for it"
+            reason = str(error) if isinstance(error, ToolkitError) else "the GPU's memory does not suffice for it"
             told += f"; what the policy on the quantised base says is not known: {reason}"
     return folder, told
 

@@ -243,7 +243,7 @@ def converse(
                 remembered = messages and recipe.task.converses and isinstance(error, LengthError)
                 write(f"{error}{' /reset makes room.' if remembered else ''}")
             except torch.OutOfMemoryError:
-                write("the card's memory does not suffice for this conversation; /reset makes room")
+                write("the GPU's memory does not suffice for this conversation; /reset makes room")
 
 
 def _can_compare(recipe: Recipe, sampler: Sampler, write: Callable[[str], None]) -> bool:

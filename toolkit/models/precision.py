@@ -106,7 +106,7 @@ def slow_here(dtype: str) -> str:
     """A sentence where a CPU computes 16 bits slower than float32, with the measured ratio, or a card emulates
     bfloat16; else nothing."""
     if torch.cuda.is_available() and dtype == "bfloat16" != fast_precision().dtype:
-        return f"this card emulates bfloat16: {fast_precision().why}."
+        return f"this GPU emulates bfloat16: {fast_precision().why}."
     if default_device().type != "cpu" or dtype in ("float32", fast_precision().dtype):
         return ""
     ratio, why = slower_than_float32(dtype), fast_precision().why

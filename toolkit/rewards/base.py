@@ -175,7 +175,7 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
         raise _as_the_reward_s(error) from error
     except BaseException as error:
         if isinstance(error, torch.OutOfMemoryError) and not _own_frames(error):
-            wrong = "a card's memory ran out while responses were scored, with one row at a time."
+            wrong = "a GPU's memory ran out while responses were scored, with one row at a time."
             remedy = "Load the model that scores in 4 bits (its quantization), or a smaller one, or shorten responses."
             raise RewardError(wrong, remedy=remedy) from error
         wrong = f"the reward raised {type(error).__name__}: {words_of(error)} ({place_of(error, reward)})."

@@ -25,7 +25,7 @@ def weights_fit(recipe: Recipe) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        ways = ["name a smaller checkpoint", "ask toolkit plan which card holds this one"]
+        ways = ["name a smaller checkpoint", "ask toolkit plan which GPU holds this one"]
         if not recipe.base.quantization:
             ways.insert(0, "load the base in 4 bits (base.quantization), if it is not in them already")
         if {"scorer", "judge", "reward_model", "value_model"} & recipe.values.keys():

@@ -81,7 +81,7 @@ def plan(recipe: Recipe, gpu: str | None = None, *, notes: bool = True) -> PlanR
 def _precision_of(card: Device | int) -> Precision:
     """What `auto` comes to on a card that was named."""
     half = "bfloat16" if isinstance(card, int) or torch.bfloat16 in card.peak else "float16"
-    return Precision(half, "that is what the card computes fast")
+    return Precision(half, "that is what the GPU computes fast")
 
 
 def _without_numbers(recipe: Recipe, stage: str) -> SharedBase:
@@ -122,7 +122,7 @@ class _Planner:
             check_can_merge(self.roles, self.args)
         if self._on_cpu and self.args.decoding["graphs"]:
             wrong = "graphs are of CUDA devices, and this is a plan for a CPU."
-            raise ConfigError(wrong, field="ppo.generation", remedy="Name a card ($gpu), or take eager or merged.")
+            raise ConfigError(wrong, field="ppo.generation", remedy="Name a GPU ($gpu), or take eager or merged.")
         self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.counted = Counted(self.roles.config.get_text_config().vocab_size)
         self.update = self._update(self.args)
@@ -171,7 +171,7 @@ class _Planner:
         memory = (*(phase for memory, _ in supervised.values() for phase in memory), *self._memory(phases))
         times = tuple(self._times(phases, self.device)) if self.device is not None else ()
         dtype = self.recipe.precision("ppo").dtype
-        name = self.device.name if self.device is not None else f"a card of {size_of(self.limit)}"
+        name = self.device.name if self.device is not None else f"a GPU of {size_of(self.limit)}"
         about = (self.recipe.name, f"{name} in {dtype}", self.lengths, memory, self.limit, times)
         # The limits of the data stand for their rows here, whose number is known once they are read.
         updates = (
@@ -259,7 +259,7 @@ class _Planner:
         if self.other_bits:
             yield Problem(self.other_bits, "base.model")
         yield Problem(
-            self._assumed(self.device) if self.device else "time: not planned, for want of the card's limits."
+            self._assumed(self.device) if self.device else "time: not planned, for want of the GPU's limits."
         )
         busy, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
         if self._on_cpu and busy > 0.75 * cores:
@@ -274,7 +274,7 @@ class _Planner:
             )
         else:
             unseen = "the allocator's unused blocks and what other programs hold"
-            yield Problem(f"{unseen} are not counted: leave a tenth of a card free.")
+            yield Problem(f"{unseen} are not counted: leave a tenth of a GPU free.")
 
     @property
     def _can_checkpoint(self) -> bool:
@@ -305,7 +305,7 @@ class _Planner:
 
     def _way_out(self, report: PlanReport) -> Problem:
         """What would fit, and which key to change first."""
-        no_sharding = "One base over several cards (FSDP) is not supported."
+        no_sharding = "One base over several GPUs (FSDP) is not supported."
         largest = report.largest
         needed = sum(largest.parts.get(kind, 0) for kind in (*self.static, "context"))
         if needed > (ROOM if report.fits else 1.0) * self.limit:
@@ -313,7 +313,7 @@ class _Planner:
             fewer = "" if bits else "base.quantization in 4 bits, a smaller base, or "
             wrong = f"weights and optimizer alone take {size_of(needed)} of {size_of(self.limit)}."
             cards = [card.name for card in CARDS.values() if ROOM * card.memory > largest.total]
-            another = f"a card as {cards[0]}" if cards else "fewer parameters"
+            another = f"a GPU as {cards[0]}" if cards else "fewer parameters"
             return Problem(wrong, "base", f"Take {fewer}{another}. {no_sharding}")
         takes = f"{largest.phase} takes {size_of(largest.total)} of {size_of(self.limit)}"
         barely, total = "", largest.total
@@ -326,7 +326,7 @@ class _Planner:
                 barely = f"Set {keys}: {size_of(total)}, which barely fits. {no_sharding}"
         if barely:
             return Problem(f"{takes}.", remedy=barely)
-        shorter = f"Shorten the rows, or take another card. {no_sharding}"
+        shorter = f"Shorten the rows, or take another GPU. {no_sharding}"
         return Problem(f"{takes}, and a row at a time {size_of(total)}.", remedy=shorter)
 
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:

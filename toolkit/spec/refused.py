@@ -11,7 +11,7 @@ from toolkit.trainers.trl_compat import PPOFields, TRLPPOConfig
 _DIVIDED_WEIGHTS = Problem(
     "shards a model's weights across processes, and here each holds the whole base: bitsandbytes' 4-bit weights are "
     "not sharded (huggingface/accelerate#3983).",
-    remedy="Take it out: several processes divide the rows, and a base has to fit on one card.",
+    remedy="Take it out: several processes divide the rows, and a base has to fit on one GPU.",
 )
 
 # Fields that each stage's class inherits, and that are no recipe's.
