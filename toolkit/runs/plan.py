@@ -258,9 +258,7 @@ class _Planner:
             yield self._way_out(report)
         if self.other_bits:
             yield Problem(self.other_bits, "base.model")
-        yield Problem(
-            self._assumed(self.device) if self.device else "time: not planned, for want of the GPU's limits."
-        )
+        yield Problem(self._assumed(self.device) if self.device else "time: not planned, for want of the GPU's limits.")
         busy, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
         if self._on_cpu and busy > 0.75 * cores:
             wrong = (
