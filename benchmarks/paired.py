@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,18 +52,24 @@ def bootstrap(differences: Tensor, *, kept: Tensor | None = None) -> tuple[float
     Returns:
         Lower and upper end.
     """
-    generator = torch.Generator().manual_seed(0)
-    seeds, pairs = differences.shape
+    of_seeds, of_pairs = _drawn(*differences.shape)
     counted = torch.ones_like(differences) if kept is None else kept.to(differences.dtype)
-    drawn = [  # how often each
-        [torch.randint(of, (of,), generator=generator).bincount(minlength=of) for of in (seeds, pairs)]
-        for _ in range(_DRAWS)
-    ]
-    of_seeds, of_pairs = (torch.stack(of_each).double() for of_each in zip(*drawn, strict=True))
     total, number = (((of_seeds @ (of * counted)) * of_pairs).sum(dim=1) for of in (differences, counted))
     means = total / number
     low, high = means.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
+
+
+@lru_cache(maxsize=4)
+def _drawn(seeds: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """How often each draw has each seed, and each pair; the same ones for all that a page compares."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        [torch.randint(of, (of,), generator=generator).bincount(minlength=of) for of in (seeds, pairs)]
+        for _ in range(_DRAWS)
+    ]
+    of_seeds, of_pairs = (torch.stack(of_each).double() for of_each in zip(*drawn, strict=True))
+    return of_seeds, of_pairs
 
 
 def log_loss(margins: Tensor) -> Tensor:

@@ -918,7 +918,7 @@ def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp
 
     def made(name, **parts):
         reward = WeightedSum({"mean": RunningMean(), **parts})
-        settings = {"save_strategy": "no", "rollouts_per_update": rollouts, "max_steps": 5}
+        settings = {"save_strategy": "no", "rollouts_per_update": rollouts, "max_steps": 3}
         return make(ppo, tmp_path / name, reward=reward, **settings)
 
     cut, step = made("cut", server=down), good_calls // rollouts
