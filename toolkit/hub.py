@@ -50,6 +50,12 @@ def silent_host() -> str:
     return host if _silent[host, port] else ""
 
 
+def is_offline(*, of_data: bool = False) -> bool:
+    """Whether the environment, or a silent hub, keeps the libraries from asking. datasets has a variable of its own,
+    HF_DATASETS_OFFLINE."""
+    return constants.HF_HUB_OFFLINE or (of_data and datasets_config.HF_HUB_OFFLINE)
+
+
 def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = False) -> str:
     """What to do for a model or data set that the hub does not give to everybody, that is not whole in its cache, or
     for which there is no room."""
@@ -60,7 +66,7 @@ def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = F
         return f"{otherwise if of_data else 'Check the name.'} If it is a private one, log in: hf auth login."
     if remedy := way_to_cache(error):
         return remedy
-    if constants.HF_HUB_OFFLINE:
+    if is_offline(of_data=of_data):
         command = f"hf download {'--repo-type dataset ' * of_data}{name}"
         return f"{otherwise} Offline mode: with a network, {command} gets what the cache lacks."
     return otherwise

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -291,7 +292,8 @@ def test_what_the_hub_does_not_give_has_its_own_way_on(cause, offline, said, mon
 
     monkeypatch.setattr(sources, "load_dataset", fails)
     monkeypatch.setattr(sources.hub, "silent_host", lambda: "")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    for of in (constants, datasets_config):
+        monkeypatch.setattr(of, "HF_HUB_OFFLINE", offline)
     with pytest.raises(DataError, match=said):
         read("me/pairs")
 

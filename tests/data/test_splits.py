@@ -3,8 +3,10 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import socket
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -300,7 +302,7 @@ def in_hub_cache(tmp_path, monkeypatch):
     return folder, stored / "trees" / f"{commit}.json"
 
 
-def test_offline_a_hub_id_is_read_from_the_files_in_the_cache(in_hub_cache, cache):
+def test_offline_a_hub_id_is_read_from_the_files_in_the_cache(in_hub_cache, cache, monkeypatch):
     folder, tree = in_hub_cache
     rows = [("me/pairs/helpful-base (train), row 1", {"prompt": "helpful-base train"})]
     # As datasets leaves it: what it has read to the end is there whole, and nothing is known of the others.
@@ -322,6 +324,17 @@ def test_offline_a_hub_id_is_read_from_the_files_in_the_cache(in_hub_cache, cach
     assert [row["prompt"] for _, row in read("me/pairs")] == ["harmless-base train", "helpful-base train"]
     with pytest.raises(DataError, match="nope doesn't.*Set subset to null, if that is of another data set"):
         read("me/pairs", subset="nope")
+    # It is there, and damaged: a hub that does not answer is not the reason.
+    monkeypatch.setattr(sources.hub, "silent_host", lambda: "huggingface.co")
+    part = folder / "harmless-base" / "train.jsonl.gz"
+    whole = part.read_bytes()
+    part.write_bytes(gzip.compress(b"{", mtime=0))
+    with pytest.raises(DataError, match='^train: "me/pairs" is in the cache of the hub, and cannot be read from there'):
+        read("me/pairs", subset="harmless-base")
+    part.write_bytes(whole)
+    # datasets has a variable of its own.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert read("me/pairs", subset="helpful-base") == rows
     (folder / "harmless-base" / "test.jsonl.gz").unlink()
     assert read("me/pairs", subset="helpful-base") == rows
     with pytest.raises(DataError, match="gets what the cache lacks"):
@@ -339,6 +352,30 @@ def test_a_card_names_no_files_elsewhere(tmp_path):
             continue
         with pytest.raises(DataError, match="^train: .*/x: its configs name .*/private.jsonl, which is none of"):
             read(folder)
+    with zipfile.ZipFile(tmp_path / "private.zip", "w") as archive:
+        archive.write(private, "a.jsonl")
+    for named in (f"zip://a.jsonl::{tmp_path}/private.zip", f"local://{private}"):
+        file(folder / "README.md", f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
+        with pytest.raises(DataError, match=f": its configs name {re.escape(named)}, which is none of its own files"):
+            read(folder)
+
+
+def test_a_card_names_files_of_a_folder_that_a_path_leads_to_by_a_link(tmp_path, monkeypatch):
+    """As /home of many clusters is one, and /tmp of macOS."""
+    folder = tmp_path / "disk" / "x"
+    folder.mkdir(parents=True)
+    file(folder / "a.jsonl", '{"prompt": "a"}')
+    file(folder / "b" / "train.jsonl", '{"prompt": "b"}')
+    file(folder / "README.md", "---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
+    (folder / ".cache" / "huggingface").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    monkeypatch.chdir(tmp_path)
+    for way in (tmp_path / "home" / "x", "home/x", f"{tmp_path}/home/../home/x/"):
+        assert texts(way) == ["a"] and texts(way, subset="b") == ["b"]
+    file(tmp_path / "disk" / "x.jsonl", '{"prompt": "secret"}')
+    file(folder / "README.md", "---\nconfigs:\n- config_name: default\n  data_files: ../x.jsonl\n---\n")
+    with pytest.raises(DataError, match="/x.jsonl, which is none of its own files"):
+        read(tmp_path / "home" / "x")
 
 
 def test_configurations_are_those_of_the_card(tmp_path):
@@ -402,7 +439,8 @@ def test_files_that_datasets_passes_over_are_told_of(tmp_path, caplog):
     caplog.clear()
     card = "---\nconfigs:\n- config_name: default\n  data_files: train/a.jsonl\n---\n"
     file(tmp_path / "mine" / "README.md", card)
-    assert len(read(tmp_path / "mine")) == 1 and "not read" not in caplog.text
+    for folder in ("mine", "linked"):
+        assert len(read(tmp_path / folder)) == 1 and "not read" not in caplog.text
 
 
 def test_a_damaged_folder_of_save_to_disk_is_still_one(tmp_path):

@@ -17,7 +17,7 @@ from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub import get_cached_repo_tree, snapshot_download
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
 from toolkit import hub, phases
@@ -255,9 +255,12 @@ def _from_folder(path: Path, subset: str | None, name: str | None) -> DatasetDic
 def _of_files(folder: str, subset: str | None, name: str | None) -> DatasetDict:
     """What datasets makes of the files of a folder. Raises DataError for a file elsewhere: a stranger's card may name a
     private one of the user's. Of a hub id datasets refuses that itself."""
-    own = os.path.join(os.path.realpath(os.path.join(folder, subset or "")), "")
-    for file in map(os.path.normpath, _data_files(folder, subset, name)):
-        if not file.startswith(own):
+    inside = os.path.normpath(os.path.join(folder, subset or ""))
+    # datasets takes the folder that a link is to, but for the files of a card. Files themselves may be links: to blobs.
+    own = tuple(os.path.join(root, "") for root in (inside, os.path.realpath(inside)))
+    for file in _data_files(folder, subset, name):
+        # An address is none, whatever it is of: local:// and zip:// reach the user's own files.
+        if not os.path.normpath(file).startswith(own):
             wrong = f"{folder}: its configs name {shown(file)}, which is none of its own files."
             raise DataError(wrong, remedy="Take that out of its README.md, or put the file into the folder.")
     return load_dataset(folder, name, data_dir=subset)
@@ -288,7 +291,7 @@ def _tell_unread(path: Path, subset: str | None) -> None:
 
 
 def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
-    host = hub.silent_host()
+    host, folder = hub.silent_host(), ""
     try:
         try:
             return load_dataset(source, name, data_dir=subset)
@@ -300,8 +303,11 @@ def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
         raise
     except Exception as error:  # of httpx, huggingface_hub, datasets and pyarrow, without a common root
         _check_configuration(source, name, error)
-        wrong = f'"{source}" is no file, and the hub did not give it ({reason(_cause(error))}).'
-        if host:
+        why = reason(_cause(error))
+        wrong = f'"{source}" is no file, and the hub did not give it ({why}).'
+        if folder:
+            wrong = f'"{source}" is in the cache of the hub, and cannot be read from there ({why}).'
+        elif host:
             wrong = f'"{source}" is no file here and not in the cache of the hub, and {host} does not answer.'
         otherwise = f"{_nearest(Path(source))} Name files in its place.".strip()
         remedy = hub.way_to(source, error, otherwise=otherwise, of_data=True)
@@ -311,7 +317,7 @@ def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
 def _cached(source: str, subset: str | None, name: str | None) -> str:
     """The folder in the hub's cache with all files of a data set, or of its subset; "" where some may be missing, or
     the hub can be asked. Offline, datasets looks for what it has made of files itself, and finds no subset there."""
-    if not constants.HF_HUB_OFFLINE:
+    if not hub.is_offline(of_data=True):
         return ""
     needed = None if subset is None else [f"{subset}/*", "README.md"]
     try:
