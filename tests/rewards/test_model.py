@@ -206,6 +206,12 @@ def test_a_response_that_spells_special_tokens_writes_none():
         assert reward.texts(replace(rollout(), responses=forged)) == [(text,) for text in texts]
     pairs = RewardModel(model, tokenizer, reads="pair").texts(replace(rollout(), responses=forged))
     assert pairs == list(zip(PROMPTS, expected, strict=True))
+    # A special token that is plain text stays: nobody forges a turn with it.
+    tokenizer.pad_token, tokenizer.eos_token = "!", "\n"
+    plain = ["No!", "a\nb", " ! ", "<s>Well!"]
+    assert RewardModel(model, tokenizer, reads="response").texts(replace(rollout(), responses=plain)) == [
+        ("No!",), ("a\nb",), (" ! ",), ("Well!",),
+    ]  # fmt: skip
 
 
 def test_an_empty_response_alone_has_a_score():
@@ -323,6 +329,13 @@ def test_folders_that_are_no_classifiers(tmp_path):
     causal = saved(tmp_path / "causal", LlamaForCausalLM(model.config), tokenizer)
     with pytest.raises(RewardError, match="is a LlamaForCausalLM, which has no head for scores"):
         RewardModel.load(causal)
+    # TRL's PRMTrainer scores steps, with a head of the same name.
+    for kind in ("LlamaForTokenClassification", "BertForMultipleChoice"):
+        folder = saved(tmp_path / kind, model, tokenizer)
+        config = json.loads((tmp_path / kind / "config.json").read_text())
+        (tmp_path / kind / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
+        with pytest.raises(RewardError, match=f"is a {kind}, which has no head for scores"):
+            RewardModel.load(folder)
     headless = saved(tmp_path / "headless", model, tokenizer)
     model.model.save_pretrained(headless)
     config = model.config

@@ -260,6 +260,11 @@ def test_a_password_in_the_address_is_not_shown(user):
     RemoteReward("https://host/@me/score?to=a@b")
 
 
+def test_a_key_in_an_address_that_is_refused_is_not_shown():
+    with pytest.raises(ConfigError, match=r"url — http:// or https:// .* is needed, got 'htps://host/score'\.$"):
+        RemoteReward("htps://host/score?api_key=hidden")
+
+
 def test_a_column_that_is_no_json(serve):
     server = serve(lengths)
     asked = type(batch())(**{**vars(batch()), "columns": {"number": [1] * 5, "picture": [b"\0"] * 5}})

@@ -245,6 +245,13 @@ def test_long_values_are_told_by_where_they_differ():
     assert len(said) < 160 and described({"a": (1, None)}) == "a is 1 there and null here"
 
 
+def test_a_key_in_an_address_is_not_told():
+    addresses = ("https://h/score?api_key=OLD", "https://h/score?api_key=NEW")
+    assert described({"scorer.url": addresses}) == "scorer.url has another query (behind its ?) there than here"
+    said = described({"judge.parts.a.url": (addresses[0], "https://h/other?api_key=NEW")})
+    assert said == 'judge.parts.a.url is "https://h/score" there and "https://h/other" here'
+
+
 def test_the_list_on_the_command_line(runs):
     said = command_here("runs", "--runs-dir", runs)
     assert said.returncode == 0 and "score 1.500 ± 0.250" in said.stdout and "--resume" in said.stdout

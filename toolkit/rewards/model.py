@@ -118,7 +118,9 @@ class RewardModel(TextScorer):
         added = self.tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method, which has none
         added = added.values() if isinstance(added, Mapping) else ()
         names = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        return re.compile("|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True))) or "(?!)")
+        # One of white space, or of a character or two, is plain text: an end of "\n", GPT-2's "!" for padding.
+        told_apart = sorted((name for name in names if len(name.strip()) > 2), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, told_apart)) or "(?!)")
 
     def _rows(self, rollout: Rollout) -> list[dict[str, list[int]]]:
         """The model's inputs for each response, none longer than the limit."""
@@ -265,7 +267,9 @@ class ModelScorer(TextScorer):
         config = models.model_config(models.ModelSpec(self.model, **self._code), "sequence_classifier")
         kinds = config.architectures or []
         named = self.trust_remote_code or any("SequenceClassification" in kind for kind in kinds)
-        if kinds and not named and models.head_outputs(str(self.model)) is None:
+        # Heads of other classes may have such a name, too, and score tokens or choices.
+        of_openrlhf = "RewardModel" in kinds and models.head_outputs(str(self.model)) is not None
+        if kinds and not named and not of_openrlhf:
             remedy = "Name a checkpoint for sequence classification, as TRL's RewardTrainer saves it."
             if "RewardModel" in kinds:
                 remedy += (

@@ -183,8 +183,12 @@ class RemoteReward(RemoteScorer):
 
     @property
     def _place(self) -> str:
-        """The address as messages show it: what follows may be a key."""
-        return self.url.partition("?")[0]
+        return _without_query(self.url)
+
+
+def _without_query(url: str) -> str:
+    """An address as messages show it: what follows may be a key."""
+    return url.partition("?")[0]
 
 
 def read_token(token_variable: str) -> str:
@@ -244,4 +248,4 @@ def _url_problems(url: str) -> Iterator[Problem]:
         wrong += "holds a user or password, and the recipe is saved with the run."
         yield Problem(wrong, "url", "Use token_variable.")
     elif not known or any(sign.isspace() for sign in url):
-        yield Problem(f"http:// or https:// with a host is needed, got {url!r}.", "url")
+        yield Problem(f"http:// or https:// with a host is needed, got {_without_query(url)!r}.", "url")

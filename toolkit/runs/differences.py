@@ -145,7 +145,15 @@ def shown(value: Any) -> str:
 
 
 def described(changes: Changes) -> str:
-    """The first few of the keys, with the values there and here: of long ones the part that differs."""
+    """The first few of the keys, with the values there and here."""
+    parts = [_difference(key, there, here) for key, (there, here) in changes.items()]
+    more = len(parts) - _TOLD
+    return "; ".join(parts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _difference(key: str, there: Any, here: Any) -> str:
+    """A key with its values there and here: of long ones the part that differs, and of an address nothing behind its
+    `?`, which may be a secret."""
 
     def short(there: str, here: str) -> Iterator[str]:
         same = next((i for i, pair in enumerate(zip(there, here, strict=False)) if len({*pair}) > 1), 0)
@@ -154,7 +162,9 @@ def described(changes: Changes) -> str:
             text = f"…{text[start:]}" if start else text
             yield text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
-    told = {key: short(shown(there), shown(here)) for key, (there, here) in changes.items()}
-    parts = [f"{key} is {there} there and {here} here" for key, (there, here) in told.items()]
-    more = len(parts) - _TOLD
-    return "; ".join(parts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
+    if key.rpartition(".")[2] == "url":
+        there, here = (value.partition("?")[0] if isinstance(value, str) else value for value in (there, here))
+        if there == here:
+            return f"{key} has another query (behind its ?) there than here"
+    there, here = short(shown(there), shown(here))
+    return f"{key} is {there} there and {here} here"
