@@ -58,6 +58,8 @@ def test_auto_is_what_the_machine_computes_fast(has, expected, machine):
         ("13.0", "0", False, True),
         ("13.0", "", False, False),
         ("13.0", "-1", False, False),
+        ("13.0", "NoDevFiles", False, False),
+        ("13.0", "GPU-8932f937", False, True),
         ("13.0", None, True, False),
         (None, None, False, False),
     ],

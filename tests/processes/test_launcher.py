@@ -70,6 +70,18 @@ def test_each_process_sees_one_card_and_gives_its_stage_all_of_them(visible, see
     assert {name: given[name] for name in launcher._LAUNCHED} == {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
 
 
+def test_on_rocm_torch_counts_by_other_variables_too(two_cards, monkeypatch):
+    """By ROCR_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, where these are set, whatever that of CUDA says."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ToolkitError, match="process 1 of this machine has no GPU of its own: 1 are visible"):
+        processes.take_card()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert not processes.take_card()
+
+
 @pytest.mark.parametrize(("cards", "taken"), [(2, True), (1, False), (0, False)])
 def test_the_card_is_taken_before_anything_counts_them(cards, taken, two_cards, monkeypatch):
     """Where there is no NVML, as in native Windows and some containers, torch counts by CUDA, which reads the variable

@@ -474,10 +474,10 @@ def test_another_number_goes_on_as_one_would_and_says_so(two, four, tmp_path):
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     main, *others = four(goes_on_saying, tmp_path / "two")
     assert [digest for digest, *_ in others] == [main[0]] * 3
-    assert "was written by 2 processes, and 4 resume it: the same rows are sampled, but sums" in main[1][0]
+    assert "was written by 2 processes, and 4 resume it: rows and responses are drawn alike, but sums" in main[1][0]
     assert "With dropout on a CPU" not in main[1][0]
     _, said, first = goes_on_saying(tmp_path / "one")
-    assert "by 2 processes, and 1 resumes it" in said[0] and "With dropout on a CPU rows are sampled" in said[0]
+    assert "by 2 processes, and 1 resumes it" in said[0] and "With dropout on a CPU responses are drawn" in said[0]
     assert first == main[2] and len(first) == len(PROMPTS)
 
 

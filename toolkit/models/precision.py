@@ -1,6 +1,7 @@
 """Which precision a machine computes fast: asked of the machine, here and nowhere else."""
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,8 +56,8 @@ def default_device() -> torch.device:
 
 def finds_no_gpu() -> bool:
     """Whether torch was built for CUDA and finds no GPU that it can use, though none is hidden from it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
-    hidden = not visible or visible.startswith("-")
+    # CUDA ends the list at what is none: -1, and SLURM's NoDevFiles.
+    hidden = not re.match("[0-9]|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip())
     return torch.version.cuda is not None and not hidden and not torch.cuda.is_available()
 
 

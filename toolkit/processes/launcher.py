@@ -41,20 +41,22 @@ def take_card() -> bool:
 
     Raises:
         ToolkitError: there are more processes on this machine than GPUs that the variable names. (Where it is not set,
-            `join` tells of those without one.)
+            `join` tells of those without one, but for ROCm.)
     """
     if launched() == 1 or _seen or not (torch.version.cuda or torch.version.hip):
         return bool(_seen)
     local, visible = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), os.environ.get(_VISIBLE)
-    if visible is None:
+    if visible is None and torch.version.cuda:
         # Set before torch counts: without NVML it counts by CUDA, which would then have seen all cards.
         os.environ[_VISIBLE] = str(local)
         if not torch.cuda.device_count():
             del os.environ[_VISIBLE]
             return False
     else:
+        # Torch for ROCm does not count by the variable where HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES is set, too.
+        named = map(str, range(torch.cuda.device_count())) if visible is None else map(str.strip, visible.split(","))
         # A negative number ends the list, as in CUDA.
-        gpus = [*takewhile(lambda one: one and not one.startswith("-"), map(str.strip, visible.split(",")))]
+        gpus = [*takewhile(lambda one: one and not one.startswith("-"), named)]
         if not gpus:
             return False
         if local >= len(gpus):
