@@ -14,7 +14,6 @@ import threading
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -229,31 +228,42 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
 
 
 def coming_from(what):
-    """What the block of the page defines in which that is said."""
+    """The block of the page in which that is said."""
     page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
     (lines,) = (x for x in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if what in x)
-    exec(lines, made := {})
-    return made
+    return lines
 
 
-def test_a_reward_function_of_openrlhf_is_wrapped_as_the_page_has_it(monkeypatch):
-    asked = []
+OF_OPENRLHF = """import torch
 
-    def reward_func(queries, prompts, labels):
-        asked.append((queries, prompts, labels))
-        return {"rewards": torch.arange(4.0), "scores": torch.zeros(4), "extra_logs": {}}
+asked = []
 
-    monkeypatch.setitem(sys.modules, "reward_func", SimpleNamespace(reward_func=reward_func))
-    made = coming_from("def of_openrlhf")
-    check_reward(made["rewarded"], "scorer")
+
+def reward_func(queries, prompts, labels):
+    asked.append((queries, prompts, labels))
+    return {"rewards": torch.arange(4.0), "scores": torch.zeros(4), "extra_logs": {}}
+"""
+
+
+def test_a_reward_function_of_openrlhf_is_wrapped_as_the_page_has_it(tmp_path, monkeypatch):
+    for name, text in (("reward_func", OF_OPENRLHF), ("my_rewards", coming_from("def of_openrlhf"))):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setitem(sys.modules, name, None)  # and it is taken out again after the test
+        del sys.modules[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    check_function("my_rewards:rewarded")
+    rewarded, asked = load_function("my_rewards:rewarded"), sys.modules["reward_func"].asked
+    check_reward(rewarded, "scorer")
     batch = replace(rollout(RESPONSES), prompts=list("abcd"), responses=list("wxyz"), gaps=["", " ", "", ""])
     for columns, labels in (({"answer": list("1234")}, list("1234")), ({"number": [1] * 4}, [""] * 4)):
-        assert score_with(made["rewarded"], replace(batch, columns=columns)).tolist() == [0, 1, 2, 3]
+        assert score_with(rewarded, replace(batch, columns=columns)).tolist() == [0, 1, 2, 3]
         assert asked.pop() == (["aw", "b x", "cy", "dz"], list("abcd"), labels)
 
 
 def test_a_server_of_llama_factory_is_asked_as_the_page_has_it():
-    made, asked = coming_from("def served"), []
+    asked = []
+    exec(coming_from("def served"), made := {})
 
     def urlopen(request, timeout):
         asked.append((request.full_url, request.get_method(), request.headers, json.loads(request.data)))
@@ -268,7 +278,7 @@ def test_a_server_of_llama_factory_is_asked_as_the_page_has_it():
 
 
 def test_a_reward_function_of_grpo_is_wrapped_as_the_page_has_it():
-    made = coming_from("def of_grpo")
+    exec(coming_from("def of_grpo"), made := {})
     check_reward(made["thinks"], "scorer")
     check_reward(functools.wraps(made["think_format_reward"])(made["thinks"]), "scorer")
     for handed_on in (functools.cache, lambda f: functools.wraps(f)(lambda *a, **k: f(*a, **k))):
