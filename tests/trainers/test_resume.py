@@ -554,7 +554,7 @@ def test_time_that_was_spent_before_a_checkpoint_counts(tmp_path):
     assert read_state(tmp_path / "stage" / "checkpoint-1")["seconds"] > 1e6
 
 
-@pytest.mark.parametrize("name", ["left_out", "kl_coef_begun_with"])
+@pytest.mark.parametrize("name", ["left_out", "frozen", "kl_coef_begun_with"])
 def test_a_checkpoint_of_another_version_is_told_from_one_of_this(name, tmp_path, monkeypatch):
     made, own = make(ppo, tmp_path, max_steps=1), PPOTrainer.own_state
     with monkeypatch.context() as patch:
@@ -747,12 +747,15 @@ def test_another_frozen_adapter_of_q_is_refused_also_where_no_step_is_left(tmp_p
         made = make(q, tmp_path, max_steps=steps)
         made.roles.add_role("reward", lora())
         randomize(made.roles, "reward", seed=seed)
+        made.roles.add_role("policy", lora())  # which is nothing to q: PPO may train it between two runs
+        randomize(made.roles, "policy", seed=steps)
         made.train(resume_from_checkpoint=resumed)
 
     run(2, 1)
     for steps in (1, 2):
         with pytest.raises(CheckpointError, match="the reward adapter is not the one that this run began with"):
             run(3, steps, tmp_path / "checkpoint-1")
+    run(2, 2, tmp_path / "checkpoint-1")
     change_sealed(tmp_path / "checkpoint-1", "state.json", without_frozen)  # as one of before has none
     run(3, 2, tmp_path / "checkpoint-1")
 

@@ -27,6 +27,7 @@ from toolkit.models import (
     load_weights,
     save_model,
     save_role,
+    scores_for,
     table_of_positions,
 )
 from toolkit.reports import Progress
@@ -276,15 +277,14 @@ class SamplingTrainer(RoleTrainer):
 
     @property
     def frozen(self) -> dict[str, str]:
-        """By role a digest of each adapter that training leaves as it is."""
-        saved = {*self.saved_roles}  # q_target among them, which moves and gets no gradient
-        return {role: digest for role, digest in frozen_digests(self.roles).items() if role not in saved}
+        """By role a digest of each adapter that this trainer reads and leaves as it is: the base may carry others."""
+        found = frozen_digests(self.roles)
+        return {role: digest for role, digest in found.items() if role == "reference" or scores_for(role)}
 
     def check_run(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """As of every trainer; and of the adapters that the run began with and does not train."""
         super().check_run(checkpoint, state)
-        now = self.frozen
-        check_frozen(state["own"].get("frozen", now), now)  # an older checkpoint of q has none
+        check_frozen(state["own"]["frozen"], self.frozen)
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """transformers', of a model's outputs: refused."""
