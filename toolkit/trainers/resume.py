@@ -56,6 +56,7 @@ class ResumableTrainer(BestOfSaved):
     _trains_on = False  # whether `train()` called again takes up its own state; transformers' makes a new one
     _request = checkpoints.StopRequest()
     _began: float | None = None
+    _summed = False  # whether the first sum of all processes was made
     _goes_on_from: int | None = None  # the step of another course's checkpoint, or 0, until the first one of this
     _saved_at: int | None = None  # the step of what this run has saved, or read, last
 
@@ -63,11 +64,14 @@ class ResumableTrainer(BestOfSaved):
 
     def check_alike(self) -> None:
         """Nothing, if several processes begin with the same settings, base, data, adapters and versions, and a sum over
-        them is of all, else a SelfCheckError."""
+        them, which is made once, is of all, else a SelfCheckError."""
         with processes.agreed():
             check_alike({**self._identity, "settings": self._settings}, self.roles, trained=self._trained)
+        if self._summed:
+            return
         with processes.agreed():
             sum_like_gradients(self._trained)
+        self._summed = True
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
