@@ -81,7 +81,8 @@ def test_how_training_ended_is_said(step, best, waited, said, capsys):
     stopper = EarlyStoppingCallback(early_stopping_patience=2)
     stopper.early_stopping_patience_counter = waited
     handler = SimpleNamespace(callbacks=[TrainerCallback(), stopper])
-    found = how_it_ended(SimpleNamespace(args=args, state=state, callback_handler=handler))
+    ours = SimpleNamespace(args=args, state=state, callback_handler=handler, step_of_weights=best or step)
+    found = how_it_ended(ours)
     assert found == ({} if said is None else {"ended": said})
     assert capsys.readouterr().out.split() == (said or "").split()
 

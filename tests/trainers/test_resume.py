@@ -14,6 +14,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -1355,18 +1356,34 @@ def test_what_was_stopped_goes_on_with_its_own_weights_and_not_with_the_best(by,
         made.train()
 
 
-def test_the_best_weights_are_not_saved_as_those_of_the_last_step(tmp_path):
+@pytest.mark.parametrize("stage", [q, sft_policy], ids=lambda stage: stage.__name__)
+def test_the_best_weights_are_not_saved_as_those_of_the_last_step(stage, tmp_path):
+    by = {} if stage is q else {"metric_for_best_model": "loss", "greater_is_better": True}  # it falls
+    refused = partial(pytest.raises, CheckpointError, match="not those of step 4.* checkpoint-4 has those")
     for resumed in (None, True):  # where no step is left, they are put back, too
-        made = measured(q, tmp_path)
+        made = measured(stage, tmp_path, **by)
         made.train(resume_from_checkpoint=resumed)
-        with pytest.raises(CheckpointError, match="not those of step 4.* checkpoint-4 has those"):
+        with refused():
             made.save_checkpoint()
-    made.metrics = lambda rollout: {"mine": 2.0}
-    assert made.evaluate()["eval_mine"] == 2.0 and made._metrics_at == EVALUATED  # it is of another step's weights
+    made.metrics, noted = lambda rollout: {"mine": 2.0}, dict(made._metrics_at)
+    made.evaluate()
+    assert made._metrics_at == noted  # it is of another step's weights
+    with pytest.warns(UserWarning, match="begins anew"), pytest.raises(TypeError):
+        made.train(of_nothing=1)  # has moved no weights
+    with refused():
+        made.save_checkpoint()
     made.args.load_best_model_at_end = False
     with pytest.warns(UserWarning, match="begins anew"):
         made.train()
     assert made.save_checkpoint() == tmp_path / "checkpoint-4"
+
+
+def test_weights_of_the_last_step_that_are_the_best_are_saved(tmp_path):
+    by = {"max_steps": 2, "metric_for_best_model": "loss"}  # it falls
+    made = make(sft_policy, tmp_path, **{**BETWEEN_SAVES, **by})
+    made.train()
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert made.save_checkpoint() == tmp_path / "checkpoint-2"
 
 
 def test_weights_that_were_not_saved_are_not_gone_on_with_as_the_best(tmp_path):
@@ -1376,6 +1393,16 @@ def test_weights_that_were_not_saved_are_not_gone_on_with_as_the_best(tmp_path):
     made.train()
     with pytest.raises(CheckpointError, match="the weights of update 2 were not saved, and those of the best"):
         made.train()
+    with mock.patch.object(made.watch, "evaluated", return_value=[]) as told:
+        made.evaluate()
+    assert told.call_args.args[0] == made.last_evaluation[0] == 1  # whose weights they are
+    unfit = mock.patch("toolkit.trainers.common.load_weights", side_effect=ModelError("of another rank"))
+    with unfit, pytest.raises(ModelError, match="of another rank"):
+        made.load_checkpoint(tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="not those of step 2"):  # where a checkpoint could not be read, too
+        made.save_checkpoint()
+    made.load_checkpoint(tmp_path / "checkpoint-1")
+    assert made.save_checkpoint() == tmp_path / "checkpoint-1"
 
 
 def test_an_evaluation_by_hand_is_none_that_early_stopping_waits_for(tmp_path):

@@ -3,13 +3,11 @@
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from transformers import EarlyStoppingCallback
 
 from toolkit import processes, reports
-from toolkit.checkpoints import step_of
 from toolkit.models import save_level
 from toolkit.reports import Progress, ScoredPair, write_jsonl
 from toolkit.runs.folder import finish
@@ -64,7 +62,7 @@ def how_it_ended(trainer: Any) -> dict[str, str]:
         patience = next((one.early_stopping_patience for one in stoppers if has_stopped(one)), 0)
         why = f": no better {metric} in {patience} evaluation{'s' * (patience > 1)}" if patience else ""
         said.append(f"It stopped early, at step {state.global_step} of {state.max_steps}{why}.")
-    if (best := step_of_weights(trainer)) < state.global_step:
+    if (best := trainer.step_of_weights) < state.global_step:
         unsaved = state.best_global_step not in (None, best)
         better = (
             f" of those that were saved; step {state.best_global_step} had {state.best_metric:.4g}" if unsaved else ""
@@ -73,13 +71,6 @@ def how_it_ended(trainer: Any) -> dict[str, str]:
     for sentence in said:
         say(sentence)
     return {"ended": " ".join(said)} if said else {}
-
-
-def step_of_weights(trainer: Any) -> int:
-    """The step whose weights a trainer has at its end: the best come back where the settings say so."""
-    state = trainer.state
-    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    return step_of(Path(best)) if best else int(state.global_step)
 
 
 def rows_read(recipe: Recipe, stage: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from toolkit.runs.folder import finish
 from toolkit.runs.memory import weights_fit
 from toolkit.runs.owned import BEFORE_FILE
 from toolkit.runs.report_on_the_way import ReportAtEvaluations, evaluated_apart
-from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, step_of_weights, write_up
+from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, write_up
 from toolkit.runs.said import banner, has_other_weights, say, say_shares, show_result
 from toolkit.sampling import Evaluation
 from toolkit.spec.plan import RESPONDING
@@ -232,7 +232,7 @@ def _tell_before(trainer: Any, metrics: dict[str, Any], responses: Responses | N
 
 def _tell_after(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:
     if isinstance(trainer, PPOTrainer) and responses is not None:
-        trainer.evaluated(metrics, responses.responses, responses.prompts, step=step_of_weights(trainer))
+        trainer.evaluated(metrics, responses.responses, responses.prompts)
 
 
 def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
@@ -252,7 +252,7 @@ def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
 def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
     """The figures of what a stage trains, and its responses to held-out prompts where it gives any."""
     if stage == "sft":
-        of_another_step = step_of_weights(trainer) < trainer.state.global_step  # by which it would be logged
+        of_another_step = trainer.step_of_weights < trainer.state.global_step  # by which it would be logged
         with _without(trainer, *((reports.MetricsFile,) if of_another_step else ())):
             return {"loss": trainer.evaluate()["eval_loss"]}, None
     if stage == "reward":
@@ -273,7 +273,7 @@ def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], 
 def _evaluation(trainer: SamplingTrainer, prompts: Dataset, **decoding: Any) -> Evaluation:
     """Of what is trained: the last one of training, where that was of these weights and these prompts."""
     step, last = trainer.last_evaluation or (None, None)
-    if last is None or step != step_of_weights(trainer) or data_digest(trainer.eval_dataset) != data_digest(prompts):
+    if last is None or step != trainer.step_of_weights or data_digest(trainer.eval_dataset) != data_digest(prompts):
         return trainer.evaluate_rollout(prompts, **decoding)
     return last
 

@@ -25,7 +25,7 @@ class BestOfSaved(GuardedSteps):
     """A `Trainer` that knows its best checkpoint: of the best evaluation of those at whose step one was saved."""
 
     state: Any  # set by transformers' Trainer
-    _best_put_at: int | None = None  # the step in place of whose weights those of a better one are
+    _best_put: tuple[Any, int, int] = (None, 0, 0)  # in which state the best weights came back, its step, and theirs
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """As of every trainer; and what decides is noted, for when this step is saved.
@@ -40,17 +40,29 @@ class BestOfSaved(GuardedSteps):
         self._note_metric(metrics)
         return super().is_best(metrics)
 
+    @property
+    def step_of_weights(self) -> int:
+        """The step whose weights the trainer holds: that of its state, or an earlier one, if the best came back."""
+        (state, at, best), now = self._best_put, int(self.state.global_step)
+        # Whatever trains anew or reads a checkpoint has another state by then, and a further update another step.
+        return best if state is self.state and at == now else now
+
     def load_best(self) -> None:
-        """As of every trainer; where they are those of an earlier step, it is noted."""
+        """As of every trainer; and whose weights these are is known from then on."""
         super().load_best()
-        if (step := self.state.global_step) != checkpoints.step_of(Path(self.state.best_model_checkpoint)):
-            self._best_put_at = step
+        best = checkpoints.step_of(Path(self.state.best_model_checkpoint))
+        self._best_put = self.state, self.state.global_step, best
+
+    def load_own(self) -> None:
+        """Put back the weights of this step, from its checkpoint."""
+        self.load_saved(self._folder_of(self.state.global_step))
+        self._best_put = None, 0, 0
 
     def _note_metric(self, metrics: Mapping[str, float]) -> None:
         """Keep what decides which checkpoint is the best, of an evaluation of the held-out rows as they are now, and of
         this step's own weights."""
         key = self._best_by
-        if key is not None and key in metrics and self._best_put_at != self.state.global_step:
+        if key is not None and key in metrics and self.step_of_weights == self.state.global_step:
             self._metrics_at[self.state.global_step] = float(metrics[key])
 
     @cached_property

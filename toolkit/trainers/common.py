@@ -89,7 +89,6 @@ class RoleTrainer(ResumableTrainer):
         return [f"{role}/{ROLE_FILE}" for role in self.saved_roles]
 
     def load_saved(self, folder: Path) -> None:
-        self._best_put_at = None
         if self.roles is None:
             return load_classifier_weights(self.model, folder / "model")
         for role in self.saved_roles:
@@ -260,7 +259,7 @@ class SamplingTrainer(RoleTrainer):
             shown.enter_context(phases.phase("evaluation", math.ceil(len(dataset) / at_once)))
             evaluation = self.evaluate_rollout(dataset)
         if eval_dataset is None:
-            self.last_evaluation = self.state.global_step, evaluation
+            self.last_evaluation = self.step_of_weights, evaluation
             self.evaluated(evaluation.metrics, evaluation.rollout.responses, evaluation.rollout.prompts)
         named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
         if eval_dataset is None:

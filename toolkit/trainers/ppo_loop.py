@@ -119,11 +119,11 @@ class PPOLoop(SharedBaseTrainer):
         if step >= self.total_updates:
             over = f"the {step} updates of this run are done, and train() makes no more. "
             warnings.warn(f"{over}Raise max_steps in a new trainer, and go on with {way_on}.", stacklevel=4)
-        elif step == self._best_put_at:
+        elif step != self.step_of_weights:
             if problem_of(self._folder_of(step)):
                 wrong = f"the weights of update {step} were not saved, and those of the best checkpoint replaced them."
                 raise CheckpointError(f"train() cannot go on: {wrong}", remedy=f"Use {way_on}.")
-            self.load_saved(self._folder_of(step))
+            self.load_own()
 
     def _put_best(self) -> None:
         """The weights of the best checkpoint, but not where a signal has stopped: it may go on with its own."""
@@ -211,17 +211,9 @@ class PPOLoop(SharedBaseTrainer):
             return None
         return NotFiniteError if issubclass(found, NotFiniteError) else RewardError
 
-    def evaluated(
-        self,
-        metrics: Mapping[str, float],
-        responses: Sequence[str],
-        prompts: Sequence[str],
-        *,
-        step: int | None = None,
-    ) -> None:
-        """Tell what an evaluation of held-out prompts is a warning of: of the weights of now, or of an earlier step."""
-        step = self.state.global_step if step is None else step
-        self._tell(self.watch.evaluated(step, metrics, responses, prompts))
+    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str], prompts: Sequence[str]) -> None:
+        """Tell what an evaluation of held-out prompts is a warning of."""
+        self._tell(self.watch.evaluated(self.step_of_weights, metrics, responses, prompts))
 
     def _write_warnings(self) -> None:
         """Those of this run, which may go on from before the last, or have begun anew after a kill."""

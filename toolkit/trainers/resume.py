@@ -184,7 +184,7 @@ class ResumableTrainer(BestOfSaved):
             CheckpointError: the weights of the best checkpoint have taken the place of this step's.
             SelfCheckError: the processes do not hold the same weights.
         """
-        if (step := self.state.global_step) == self._best_put_at:
+        if (step := self.state.global_step) != self.step_of_weights:
             wrong = f"the trainer now holds the best checkpoint's weights, not those of step {step}."
             has = f"{self._folder_of(step).name} has those of step {step}, if it was saved."
             raise CheckpointError(wrong, remedy=f"save_model saves the best ones; {has}")
@@ -356,8 +356,7 @@ class ResumableTrainer(BestOfSaved):
         return True
 
     def _begin_anew(self) -> None:
-        self._saved_at = self._best_put_at = None
-        step, way = self.state.global_step, "train(resume_from_checkpoint=True)"
+        self._saved_at, step, way = None, self.state.global_step, "train(resume_from_checkpoint=True)"
         told = self._trained_before()
         if self._leave_earlier_try("training begins anew", way, logged_itself=step > 0, told=told):
             return
