@@ -133,35 +133,54 @@ OTHERS = "scorer: {function: theirs.py:run}\nbase: {model: theirs}"
 
 
 @pytest.mark.parametrize("moves", [
-    {},
-    {"moves": [["recipe.yaml", ".deleted/recipe.yaml"], [".replaced/recipe.yaml", "recipe.yaml"]], "into": None},
-    {"moves": [["recipe.yaml", ".unfinished/recipe.yaml"], [".replaced/Recipe.yaml", "Recipe.yaml"]], "into": None},
+    [],
+    [["recipe.yaml", ".deleted/recipe.yaml"], [".replaced/recipe.yaml", "recipe.yaml"]],
+    [["recipe.yaml", ".deleted/recipe.yaml"], [".unfinished/recipe.yaml", "recipe.yaml"]],
+    [["recipe.yaml", ".deleted/recipe.yaml"], [".unfinished/recipe.yaml", ".replaced/recipe.yaml"],
+     [".replaced/recipe.yaml", "recipe.yaml"]],
 ])  # fmt: skip
 def test_a_recipe_that_loads_something_else_comes_back_to_those_alone_who_train(moves, run):
     """Somebody else's run is used once the recipe in its folder has been read."""
     shown = "base: {model: known}"
-    write(run, {"recipe.yaml": OTHERS})
-    aside.make_room(run, ["ppo"], wanted="ppo")
-    write(run, {"recipe.yaml": shown, **({".moves.json": json.dumps(moves)} if moves else {})})
+    if moves:  # which say which it is
+        hidden = moves[1][0]
+        write(run, {"recipe.yaml": shown, hidden: OTHERS, ".moves.json": json.dumps({"moves": moves, "into": None})})
+    else:
+        hidden = ".replaced/recipe.yaml"
+        write(run, {"recipe.yaml": OTHERS})
+        aside.make_room(run, ["ppo"], wanted="ppo")
+        write(run, {"recipe.yaml": shown})
     before = content(run)
-    with pytest.raises(ToolkitError, match=r"replaced/recipe.yaml would .* other scorer.function and base.model.*Read"):
+    with pytest.raises(ToolkitError, match=rf"{hidden} would .* another scorer.function and base.model.*Read"):
         recover(run)
     recover_to_read(run)
     assert {name: text for name, text in content(run).items() if name != ".lock"} == before
     if not moves:
         said = restore(run)
         assert said.endswith(
-            "earlier ppo again. So is its recipe.yaml, which has other scorer.function and base.model."
+            "earlier ppo again. Its recipe.yaml is the earlier one again, too: it has another scorer.function and "
+            "base.model."
         )
         assert content(run)["recipe.yaml"] == OTHERS and content(run)["ppo/result.json"] == "old result"
 
 
+def test_a_recipe_that_no_move_brings_back_is_no_reason_to_refuse(run):
+    """What was begun before is kept in `.unfinished`, also while a kill breaks off further moves."""
+    write(run, {".unfinished/recipe.yaml": OTHERS, ".moves.json": json.dumps({"into": None, "moves": [
+        [".taken/metrics.jsonl", "q/metrics.jsonl"]]}), ".taken/metrics.jsonl": "q"})  # fmt: skip
+    recover(run)
+    assert content(run)["q/metrics.jsonl"] == "q" and content(run)["recipe.yaml"] == "old recipe"
+
+
 @pytest.mark.parametrize("moved", [
-    ["ppo/hidden.txt", "recipe.yaml"], ["recipe.yaml", "ppo/shown.txt"], ["ppo/hidden.txt", ".replaced/RECIPE.yaml"],
-    ["ppo/hidden.txt", "reward.py"], ["reward.py", "ppo/shown.txt"],
+    ["ppo/samples.jsonl", "recipe.yaml"], ["recipe.yaml", "ppo/samples.jsonl"],
+    [".replaced/RECIPE.yaml", "recipe.yaml"], [".replaced/recipe.yaml", "Recipe.yaml"],
+    ["ppo/samples.jsonl", "reward.py"], ["reward.py", "ppo/samples.jsonl"],
+    ["ppo/my.py", ".deleted/ppo/my.py"], [".replaced/ppo/my.py", "ppo/my.py"],
+    ["sft/model/x.py", ".deleted/sft/model/x.py"], [".taken/checkpoint-2/x.py", "sft/checkpoint-2/x.py"],
 ])  # fmt: skip
 def test_no_list_moves_a_recipe_from_elsewhere_or_what_is_none_of_a_stage(moved, run):
-    write(run, {".moves.json": json.dumps({"moves": [moved], "into": None}), "ppo/hidden.txt": "theirs"})
+    write(run, {".moves.json": json.dumps({"moves": [moved], "into": None}), "ppo/samples.jsonl": "theirs"})
     with pytest.raises(ToolkitError, match=r"\.moves\.json is damaged"):
         aside.settle(run)
 
@@ -171,6 +190,21 @@ def test_what_is_none_of_a_stage_does_not_come_back(run):
     write(run / aside.REPLACED, {"reward.py": "theirs"})
     aside.put_back(run, keep=False)
     assert not (run / "reward.py").exists() and content(run)["ppo/result.json"] == "old result"
+
+
+def test_code_that_a_checkpoint_holds_stays_while_the_checkpoint_is_moved(run):
+    """As of a model with `trust_remote_code`."""
+    with whole_folder(run / "ppo" / "checkpoint-2") as checkpoint:
+        write(checkpoint, {"state.json": "old checkpoint", "model/own.py": "code"})
+    before = content(run)
+    begin_anew(run)
+    assert content(run)["ppo/checkpoint-2/model/own.py"] == "code"
+    aside.put_back(run, keep=False)
+    assert content(run) == before
+    write(run, {".taken/model/own.py": "code", ".taken/result.json": "taken"})
+    aside.place(run, run / ".taken", "q")
+    after = content(run)
+    assert after == {**before, "q/model/own.py": "code", "q/result.json": "taken"}
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
@@ -283,20 +317,20 @@ def test_the_folder_of_all_runs_may_be_a_link(run, tmp_path):
 @pytest.mark.parametrize(
     "moves",
     [
-        '{"into": null, "moves": [["sft/payload", "ppo/new"], ["ppo/mine.txt", "sft/taken"]]}',
+        '{"into": null, "moves": [["sft/rows.jsonl", "ppo/rows.jsonl"], ["ppo/README.md", "sft/README.md"]]}',
         '{"into": ".replaced", "moves": [], "names": ["sft"], "wanted": "sft"}',
         '{"into": null, "from": ".replaced", "moves": []}',
         '{"into": null, "moves": [["", "taken"]]}',
     ],
 )
 def test_no_move_goes_through_a_link(moves, tmp_path):
-    write(tmp_path / "outside", {"mine.txt": "mine", ".moves.json": "mine"})
-    write(tmp_path / "runs/x", {"recipe.yaml": "seed: 1", "sft/payload": "theirs", ".moves.json": moves})
+    write(tmp_path / "outside", {"README.md": "mine", ".moves.json": "mine"})
+    write(tmp_path / "runs/x", {"recipe.yaml": "seed: 1", "sft/rows.jsonl": "theirs", ".moves.json": moves})
     for name in ("ppo", ".replaced"):
         (tmp_path / "runs/x" / name).symlink_to(tmp_path / "outside")
     before = content(tmp_path / "runs/x")
     assert [line.name for line in all_runs(tmp_path / "runs")] == ["x"]
-    assert content(tmp_path / "outside") == {"mine.txt": "mine", ".moves.json": "mine"}
+    assert content(tmp_path / "outside") == {"README.md": "mine", ".moves.json": "mine"}
     assert content(tmp_path / "runs/x") == before
 
 

@@ -17,7 +17,7 @@ from toolkit.checkpoints import whole_folder
 from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import owned, stages
-from toolkit.runs.differences import _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY, may_change
+from toolkit.runs.differences import _LOADS, _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY, may_change
 from toolkit.runs.folder import check_outputs, claim, conflict, finished, settle
 from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.longer import result_comes_back
@@ -419,6 +419,18 @@ def test_a_copy_that_does_not_fit_leaves_its_room(tmp_path, checkpoint, monkeypa
     assert not begun.exists()
 
 
+def test_a_stage_that_a_kill_has_left_aside_is_not_trained_anew_in_silence(tmp_path, checkpoint):
+    sections = {"sft": FEW, "reward_data": PAIRS_DATA}
+    first = chat_recipe(tmp_path, checkpoint, **sections)
+    finish(first, "sft", "reward")
+    other = chat_recipe(tmp_path, checkpoint, "reward_data.train=other.jsonl", **sections)
+    claim(other, "reward", overwrite=True)  # and a kill
+    second = chat_recipe(tmp_path, checkpoint, name="second", **sections)
+    assert take_over(second, "chat", ["sft"]) == [f"sft is taken from {first.stage_folder('sft')}."]
+    with pytest.raises(ToolkitError, match=r"replaced/recipe.yaml would take the place of .* has another reward_data"):
+        take_over(second, "chat", ["sft", "reward"])
+
+
 def test_what_stands_on_a_stage_that_is_not_taken_is_not_taken(tmp_path):
     """A reward on a base that the other run no longer has, and that this one will train anew."""
     first = recipes.load("doubling", runs_dir=tmp_path)
@@ -524,6 +536,9 @@ def test_what_may_change_is_what_the_docs_say():
     of_trackio = {name for name in _SHOWN_BY if name.startswith("trackio")} | {"project", "hub_private_repo"}
     known = {*_SHOWN_BY, *_MAY_CHANGE, *_ROWS_OF_A_STEP, "dataloader_drop_last"}
     assert {*re.findall(r"`(\w+)`", told)} == known - of_trackio
+    text = (REPOSITORY / "docs" / "running.md").read_text(encoding="utf-8")
+    told = text.partition("It may load, read or send")[2].partition("Then only")[0]
+    assert {*re.findall(r"`(\w+)`", told)} == {*_LOADS, "start"}
 
 
 def test_a_reward_model_and_rated_rows_are_read_by_their_stages(tmp_path, checkpoint):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_runs import Stop, chat_recipe, cut_short, finished
+from tests.tiny_runs import Stop, chat_recipe, command_here, cut_short, finished
 from toolkit.disk import damage
 from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
@@ -312,8 +312,11 @@ def test_a_reward_that_is_not_the_shown_one_s_comes_back_with_a_stage_that_names
     finished(recipe, "ppo")
     other = recipe_of(tmp_path, checkpoint, "scorer.function=toolkit.rewards.rules:no_comma")
     claim(other, "ppo", overwrite=True)  # and a kill
-    with pytest.raises(ToolkitError, match="recipe.yaml, and has other scorer.function. Read it. If you trust it, run"):
+    told = "recipe.yaml, and has another scorer.function. Read it. If you trust it, run"
+    with pytest.raises(ToolkitError, match=told):
         open_run("chat", runs_dir=recipe.runs_dir)
+    (listed,) = all_runs(recipe.runs_dir)
+    assert told in listed.told.text() and told in command_here("runs", "--runs-dir", recipe.runs_dir).stdout
     kept = load(recipe.folder / REPLACED / "recipe.yaml", run="chat", runs_dir=recipe.runs_dir)
-    assert stages.run(kept, "ppo")["mark"] == "old" and "So is its recipe.yaml, which has" in capsys.readouterr().out
+    assert stages.run(kept, "ppo")["mark"] == "old" and "Its recipe.yaml is the earlier one" in capsys.readouterr().out
     assert not (recipe.folder / REPLACED).exists() and open_run("chat", runs_dir=recipe.runs_dir)

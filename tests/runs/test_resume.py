@@ -22,6 +22,7 @@ from toolkit.errors import CheckpointError, RecipeError, RewardError, RunInterru
 from toolkit.inference.saved_run import open_run
 from toolkit.reports import read_jsonl
 from toolkit.runs import aside, stages
+from toolkit.runs.folder import settle
 from toolkit.runs.listing import state_of
 from toolkit.runs.lock import acquire, owner_of
 from toolkit.runs.longer import result_comes_back
@@ -315,6 +316,9 @@ def test_what_a_finished_stage_comes_back_by_may_be_damaged(text, tmp_path, chec
     assert there == {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()}
 
 
+FUNCTIONS = ("theirs.py:run", "the<irs.py:run", "theirs.py:run.it", "theirs:<Run>", "__main__:/theirs.py:run")
+
+
 def test_no_recipe_comes_back_that_loads_what_the_one_there_does_not(tmp_path, checkpoint):
     """Somebody else's run is used once its recipe has been read."""
     recipe = chat(tmp_path, checkpoint)
@@ -329,14 +333,16 @@ def test_no_recipe_comes_back_that_loads_what_the_one_there_does_not(tmp_path, c
         (shown.replace("base:", "base:\n  trust_remote_code: true", 1), shown, "base.trust_remote_code"),
         (shown.replace("base:", "base:\n  <<: [{trust_remote_code: true}]", 1), shown, "base.trust_remote_code"),
         (shown, shown.replace("base:", "base:\n  revision: abc", 1), "base.revision"),
-        (shown.replace(RULE["function"], "theirs.py:run"), shown, "scorer.function"),
+        (shown.replace("base:", "start: {policy: theirs}\nbase:", 1), shown, "start.policy"),
+        (shown.replace("train: ", "train: /theirs", 1), shown, "data.train"),
+        *((shown.replace(RULE["function"], function), shown, "scorer.function") for function in FUNCTIONS),
         (inserted.replace("about: test", "about: theirs.py:run"), inserted, "scorer.function"),
-        ("base: [", shown, "text that cannot be read"),
+        ("base: [", shown, "text, which cannot be read"),
     ):
         path.write_text(there)
         state = {"checkpoints": {}, "files": {"recipe.yaml": hidden, **kept}}
         (folder / "was_finished.json").write_text(json.dumps(state))
-        with pytest.raises(ToolkitError, match=rf"was_finished.json is damaged: the recipe in it has other {key} than"):
+        with pytest.raises(ToolkitError, match=rf"^the recipe in .*finished.json would .*, and has another {key}\."):
             open_run(recipe.run, runs_dir=recipe.runs_dir)
         assert path.read_text() == there and not (folder / "result.json").exists()
     path.write_text(shown.replace("max_steps: 3", "max_steps: 4"))
@@ -345,6 +351,21 @@ def test_no_recipe_comes_back_that_loads_what_the_one_there_does_not(tmp_path, c
     with suppress(ToolkitError):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
     assert path.read_text() == state["files"]["recipe.yaml"]
+
+
+def test_a_finished_stage_comes_back_to_who_runs_one_with_the_recipe_that_it_had(tmp_path, checkpoint):
+    """As where a stage that reads no scorer was made longer with another one, and killed."""
+    recipe = chat(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    path, result = recipe.folder / "recipe.yaml", recipe.stage_folder("ppo") / "result.json"
+    before, named = path.read_text(), recipe.stage_folder("ppo") / "was_finished.json"
+    files = {name: (result.parent / name).read_text() for name in ("result.json", "manifest.json")}
+    named.write_text(json.dumps({"checkpoints": {}, "files": {"recipe.yaml": before, **files}}))
+    result.unlink()
+    path.write_text(before.replace(RULE["function"], "mine.py:run"))
+    said = f"{recipe.folder} has its earlier ppo again. Its recipe.yaml is the earlier one again, too: it has another "
+    assert settle(recipe, "ppo") == f"{said}scorer.function."
+    assert path.read_text() == before and result.is_file() and not named.exists() and settle(recipe, "ppo") == ""
 
 
 def test_what_a_finished_stage_warned_of_is_as_before_too(tmp_path, checkpoint):

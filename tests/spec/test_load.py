@@ -540,6 +540,7 @@ def test_a_function_in_place_of_the_scorer(tmp_path):
     assert scored.values["scorer"] == {"kind": "function", "function": f"{__name__}:nothing"}
     as_object = recipe._scored_by(scorer=WeightedSum({"short": len})).values["scorer"]["function"]
     assert as_object == "toolkit.rewards.weighted:<WeightedSum>" and in_no_file(as_object)
+    assert not in_no_file("runs/a<b/rewards.py:run")
     with pytest.raises(RewardError, match="put it into a file, and name that"):
         load_function(as_object)
     method = recipe._scored_by(scorer=WeightedSum({"short": len}).__call__).values["scorer"]["function"]

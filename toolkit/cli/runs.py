@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.command import RunsDir, command, complete_run
+from toolkit.cli.command import IN_SHELL, RunsDir, command, complete_run
 from toolkit.errors import printable
 
 
@@ -23,6 +23,8 @@ def list_runs(runs_dir: RunsDir = Path("runs")) -> None:
         print(printable(run.name))
         for stage in run.stages:
             print(printable(f"  {stage.stage:<8}{stage.state:<10}{stage.where:<28} {stage.figures}").rstrip())
+        if run.told:
+            print(f"  {run.told.text(IN_SHELL)}")
         if run.command:
             print(printable(f"  {shlex.join(run.command)}"))
 

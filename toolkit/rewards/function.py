@@ -193,7 +193,8 @@ def _signature_of(node: _Function) -> inspect.Signature:
 def in_no_file(function: str) -> bool:
     """Whether a function was defined in a notebook or within another one, or was an object or a method, so that its
     name alone does not find it."""
-    return function.startswith("__main__:") or "<" in function or "." in function.rpartition(":")[2]
+    place, _, name = function.rpartition(":")
+    return place == "__main__" or "<" in name or "." in name
 
 
 def beside(function: str, folder: Path) -> str:

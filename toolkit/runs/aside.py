@@ -25,14 +25,13 @@ from toolkit.disk import (
     writing,
 )
 from toolkit.errors import ToolkitError
-from toolkit.runs.owned import EVALUATION, RECIPE_FILE, delete, refuse_link, written
+from toolkit.runs.owned import EVALUATION, RECIPE_FILE, delete, may_be_moved, refuse_link, written
 from toolkit.spec.plan import STAGES
 
 REPLACED, UNFINISHED, TAKEN = ".replaced", ".unfinished", ".taken"
 _DELETED, _MOVES = ".deleted", ".moves.json"
 _STORES = (REPLACED, UNFINISHED, _DELETED)
-_FOLDERS = {*STAGES, EVALUATION, *_STORES, TAKEN}  # in which everything lies that is moved, but for a recipe
-_RECIPES = {RECIPE_FILE, *(f"{store}/{RECIPE_FILE}" for store in _STORES)}
+_FOLDERS = (*STAGES, EVALUATION)  # in which everything lies that is moved, but for a recipe
 
 
 def is_open(run: Path) -> bool:
@@ -71,7 +70,9 @@ def _is_whole(state: dict[str, Any], *, stored: bool) -> bool:
         return False
     pairs = all(isinstance(move, list) and len(move) == 2 for move in moves)
     wanted = [] if wanted is None else [wanted]
-    if not pairs or not all(map(_is_moved, [*chain.from_iterable(moves), *names, *wanted])):
+    if not pairs or not all(map(_is_moved, chain.from_iterable(moves))):
+        return False
+    if not all(name in _FOLDERS for name in (*names, *wanted)):
         return False
     return all(map(_is_within, last)) and all(len({*map(_is_recipe, move)}) == 1 for move in moves)
 
@@ -82,13 +83,21 @@ def _is_within(name: Any) -> bool:
 
 
 def _is_moved(name: Any) -> bool:
-    """Whether a file of a run, by its name there, is one that is moved: no reward function beside the recipe, say."""
-    return _is_within(name) and (Path(name).parts[0] in _FOLDERS or Path(name) == Path(RECIPE_FILE))
+    """Whether a file of a run, by its name there, is one that is moved: no reward function, say, beside the recipe or
+    in a stage's folder."""
+    if not _is_within(name):
+        return False
+    first, *rest = Path(name).parts
+    if first in _STORES and rest:
+        first, *rest = rest
+    if not rest:
+        return first == RECIPE_FILE
+    return first in (*_FOLDERS, TAKEN) and may_be_moved(Path(*rest))
 
 
 def _is_recipe(name: str) -> bool:
-    """Whether a file that is moved is a recipe; some file systems take capitals for small letters."""
-    return Path(name).as_posix().lower() in _RECIPES
+    """Whether a file that is moved is a recipe: no stage has one."""
+    return Path(name).name == RECIPE_FILE
 
 
 def is_moving(run: Path) -> bool:
@@ -97,9 +106,9 @@ def is_moving(run: Path) -> bool:
 
 
 def kept_recipes(run: Path) -> list[Path]:
-    """Recipes that may come back to a run: while moves are under way any that is stored, later the one replaced."""
-    stores = _STORES if is_moving(run) else (REPLACED,)
-    return [path for path in (run / store / RECIPE_FILE for store in stores) if is_plain(path)]
+    """Recipes that may come back to a run: the one replaced, and while moves are under way those that they move."""
+    moved = [name for name, _ in (_moves_in(run) or {"moves": []})["moves"] if _is_recipe(name)]
+    return [path for path in map(run.joinpath, [f"{REPLACED}/{RECIPE_FILE}", *moved]) if is_plain(path)]
 
 
 def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
@@ -112,7 +121,7 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
     for name in names:
         if name in begun:
             delete(run / name)
-    files = [path for name in names if name not in begun for path in written(run / name)]
+    files = [path for name in names if name not in begun for path in _moved(run / name)]
     if not begun:
         files += [run / RECIPE_FILE]
     moves = [(path, run / REPLACED / path.relative_to(run)) for path in files]
@@ -120,10 +129,22 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
     _move(run, moves, {"into": REPLACED, "wanted": wanted, "names": sorted(begun | set(names))})
 
 
+def _moved(folder: Path) -> list[Path]:
+    """Of what the toolkit wrote in a stage's folder that which is moved. Code of a checkpoint stays there."""
+    return [path for path in written(folder) if may_be_moved(path.relative_to(folder))]
+
+
 def place(run: Path, source: Path, name: str) -> None:
     """Move what lies in a folder of ours to be a stage's: all of it, or at the next start the rest."""
     (run / name / MANIFEST).unlink(missing_ok=True)  # that of the new one comes with it
-    _move(run, [(path, run / name / path.relative_to(source)) for path in files_in(source)], {"into": None})
+    moves = [(path, run / name / path.relative_to(source)) for path in files_in(source)]
+    for path, to in moves:  # the code of a checkpoint comes by no list, and before what uses it
+        if not may_be_moved(path.relative_to(source)) and not os.path.lexists(to):
+            for folder in to.relative_to(run).parents[:-1]:
+                refuse_link(run / folder)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(to)
+    _move(run, [(path, to) for path, to in moves if may_be_moved(path.relative_to(source))], {"into": None})
 
 
 def settle(run: Path) -> bool:
@@ -174,7 +195,7 @@ def _exchange(run: Path, stored: str, into: str) -> None:
         return
     with writing(run):
         _forget(run / into)
-        here = [path for name in state["names"] for path in written(run / name)] + [run / RECIPE_FILE]
+        here = [path for name in state["names"] for path in _moved(run / name)] + [run / RECIPE_FILE]
         moves = [(path, run / into / path.relative_to(run)) for path in here]
         kept = [path for path in files_in(run / stored) if _is_moved(path.relative_to(run / stored).as_posix())]
         moves += [(path, run / path.relative_to(run / stored)) for path in kept]

@@ -6,7 +6,7 @@ finished.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, other_code, recorded
 from toolkit.runs.lock import at_work, owner_of
-from toolkit.runs.longer import drop_evaluation, stages_as_they_were, written_down
+from toolkit.runs.longer import drop_evaluation, recipes_as_they_were, stages_as_they_were, written_down
 from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
 from toolkit.spec.load import is_run_name
 from toolkit.spec.plan import RESPONDING, STAGES, at, by_trl, section
@@ -254,24 +254,28 @@ def check_outputs(run: Path, stages: Iterable[str]) -> None:
 
 
 def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> str:
-    """Bring a run folder into a whole state after a kill; a sentence where earlier stages have come back.
+    """Bring a run folder into a whole state after a kill; a sentence where earlier stages have come back, or an earlier
+    recipe that loads something else.
 
     Those that were replaced come back, unless the run goes on with what was begun in their place.
     """
     run = recipe.folder
+    longer = [*recipes_as_they_were(run)]
+    other = _earlier_recipe(run, longer)
+    earlier = f"{run} has its earlier {listed(path.parent.name for path, _ in longer)} again. {other}" if other else ""
     stages_as_they_were(run)
     open_ = aside.settle(run)
     goes_on = resume and any(work_of(run / name) for name in aside.changing(run, aside.REPLACED))
     if open_ and goes_on:
-        return ""
-    said = restore(run) if open_ else ""
+        return earlier
+    said = " ".join(filter(None, (earlier, restore(run) if open_ else "")))
     there, before = run / aside.UNFINISHED, recipe.plan.needs(stage)
     if aside.changing(run, aside.UNFINISHED):
         done = [name for name in before if (there / name / RESULT_FILE).is_file()]
         replaces = overwrite and any(not changes(recipe, name, there) for name in done)
         if replaces or (resume and _goes_on_there(recipe, stage)):
             aside.take_up(run)
-            return ""
+            return earlier
     return said
 
 
@@ -281,14 +285,13 @@ def restore(run: Path) -> str:
     if not names:
         return ""
     begun = [name for name in names if work_of(run / name)]
-    other = ", ".join(_other_code(run).values())
+    recipe = _earlier_recipe(run, _replaced_recipes(run))
     aside.put_back(run, keep=bool(begun))
     back = [name for name in names if work_of(run / name)]
     if not back:
         return ""
-    recipe = f" So is its {RECIPE_FILE}, which has other {other}." if other else ""
-    more = f" What was begun in its place is in {run / aside.UNFINISHED}, and goes on where it is resumed."
-    return f"{run} has its earlier {listed(back)} again.{recipe}{more if begun else ''}"
+    more = f"What was begun in its place is in {run / aside.UNFINISHED}, and goes on where it is resumed."
+    return " ".join(filter(None, (f"{run} has its earlier {listed(back)} again.", recipe, more if begun else "")))
 
 
 def _goes_on_there(recipe: Recipe, stage: str) -> bool:
@@ -322,28 +325,40 @@ def recover(run: Path) -> None:
     """
     if (aside.is_open(run) or any(written_down(run))) and owner_of(run) is None:
         with at_work(run):
+            _refuse_other_code(run, recipes_as_they_were(run))
             stages_as_they_were(run)
             if aside.is_moving(run):
-                _refuse_other_code(run)
+                _refuse_other_code(run, _replaced_recipes(run))
             if aside.settle(run):
-                _refuse_other_code(run)
+                _refuse_other_code(run, _replaced_recipes(run))
                 restore(run)
 
 
-def _other_code(run: Path) -> dict[Path, str]:
-    """By the recipes that may come back to a run the keys by which each loads something else than the one there."""
-    found = {path: other_code(path.read_text("utf-8", "replace"), run) for path in aside.kept_recipes(run)}
-    return {path: keys for path, keys in found.items() if keys}
+def _replaced_recipes(run: Path) -> Iterator[tuple[Path, str]]:
+    return ((path, path.read_text("utf-8", "replace")) for path in aside.kept_recipes(run))
 
 
-def _refuse_other_code(run: Path) -> None:
-    for path, keys in _other_code(run).items():
-        wrong = f"{path} would take the place of {run / RECIPE_FILE}, and has other {keys}."
-        back = f'run a stage of it in this run ($run, here "{run.name}"), and what was replaced comes back'
-        raise ToolkitError(wrong, remedy=f"Read it. If you trust it, {back}.")
+def _earlier_recipe(run: Path, kept: Iterable[tuple[Path, str]]) -> str:
+    """A sentence where one of these recipes, which come back to a run, loads something else than the one there."""
+    other = next(filter(None, (other_code(text, run) for _, text in kept)), "")
+    return f"Its {RECIPE_FILE} is the earlier one again, too: it has another {other}." if other else ""
 
 
-def recover_to_read(run: Path) -> None:
-    """As `recover`; a folder that cannot be written is read as it is, and one that cannot be entered left alone."""
-    with suppress(ToolkitError, OSError):
-        recover(run)
+def _refuse_other_code(run: Path, kept: Iterable[tuple[Path, str]]) -> None:
+    for path, text in kept:
+        if keys := other_code(text, run):
+            recipe = path if path.name == RECIPE_FILE else f"the recipe in {path}"
+            wrong = f"{recipe} would take the place of {run / RECIPE_FILE}, and has another {keys}."
+            back = f'run a stage of it in this run ($run, here "{run.name}"), and the earlier stage comes back'
+            raise ToolkitError(wrong, remedy=f"Read it. If you trust it, {back}.")
+
+
+def recover_to_read(run: Path) -> ToolkitError | None:
+    """As `recover`; what cannot come back, or be written, is read as it is: why is given back. A folder that cannot be
+    entered is left alone."""
+    with suppress(OSError):
+        try:
+            recover(run)
+        except ToolkitError as error:
+            return error
+    return None

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import checkpoints_in, step_of
 from toolkit.checkpoints.state import STATE_FILE
 from toolkit.disk import RESULT_FILE, read_object
-from toolkit.errors import ToolkitError
+from toolkit.errors import Problem, ToolkitError
 from toolkit.reports import METRICS_FILE, count_lines, figures_of, iter_jsonl, read_result
 from toolkit.runs.collect import BEGUN_FILE, partial_file
 from toolkit.runs.differences import recorded
@@ -35,24 +35,27 @@ class StageState:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run: its stages that have begun, in order, and the command that goes on or uses it, as for a shell."""
+    """A run: its stages that have begun, in order, the command that goes on or uses it, as for a shell, and what is
+    `told` of stages that a kill has left aside."""
 
     name: str
     stages: tuple[StageState, ...]
     command: tuple[str, ...]
+    told: Problem | None = None
 
 
 def all_runs(runs_dir: Path) -> Iterator[RunState]:
     """The runs of a folder by name."""
     for path in sorted(runs_dir.glob("*")):
-        recover_to_read(path)
+        problem = recover_to_read(path)
         try:
             if not (path / RECIPE_FILE).is_file():
                 continue
         except PermissionError:  # another user's
             continue
         try:
-            yield state_of(path)
+            run = state_of(path)
+            yield run if problem is None else replace(run, told=problem.problems[0])
         except PermissionError as error:  # a stage of it alone, as a container's
             stage = StageState(Path(error.filename or path).name, DAMAGED, f"{error.filename}: {error.strerror}", "")
             yield RunState(path.name, (stage,), ())

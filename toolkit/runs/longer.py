@@ -11,7 +11,6 @@ from toolkit.disk import MANIFEST, RESULT_FILE, damage, read_object, write_whole
 from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, WARNINGS_FILE
 from toolkit.runs import owned
-from toolkit.runs.differences import other_code
 from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE
 from toolkit.spec.plan import RESPONDING, STAGES
 from toolkit.spec.recipe import Recipe
@@ -32,7 +31,7 @@ def result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True) -> Ite
         if checkpoint_folders(folder) != checkpoints:
             drop_evaluation(folder)
         with suppress(OSError, ToolkitError):  # of a full disk, of which the error that is raised again says more
-            _as_it_was(recipe.folder, stage, own=True)
+            _as_it_was(recipe.folder, stage)
         raise
     if trains:
         (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)
@@ -63,36 +62,45 @@ def written_down(run: Path) -> Iterator[str]:
 
 
 def stages_as_they_were(run: Path) -> None:
-    """Finish stages again that were going on when a kill came.
+    """Finish stages again that were going on when a kill came, with the recipe that they had.
 
     Raises:
-        ToolkitError: what one of them was is damaged, or has a recipe that loads something else than the run's.
+        ToolkitError: what one of them was is damaged.
     """
     for stage in written_down(run):
         _as_it_was(run, stage)
 
 
-def _as_it_was(run: Path, stage: str, *, own: bool = False) -> None:
-    """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since.
+def recipes_as_they_were(run: Path) -> Iterator[tuple[Path, str]]:
+    """The recipes that come back with such stages: the file that each is in, and its text."""
+    for folder in (run / stage for stage in written_down(run)):
+        kept = _kept(folder)
+        if kept is not None and _checkpoints(folder) == kept["checkpoints"]:
+            yield folder / WAS_FINISHED_FILE, kept["files"][RECIPE_FILE]
 
-    What this process has not written down its `own` self may be of somebody else, who shows one recipe to those who
-    read it before they use the run, and has another one come back.
-    """
-    folder = run / stage
+
+def _kept(folder: Path) -> dict[str, Any] | None:
+    """What is written down of a stage; None where nothing is."""
     path, remedy = folder / WAS_FINISHED_FILE, "Delete it: the stage goes on with $resume."
     owned.refuse_link(folder)
     if (kept := read_object(path, remedy)) is None:
-        return
+        return None
     files: Any = kept.get("files")
     whole = isinstance(files, dict) and all(isinstance(text, str) for text in files.values())
     if not whole or not {RECIPE_FILE, RESULT_FILE, MANIFEST} <= files.keys() or "checkpoints" not in kept:
         raise ToolkitError(f"{path} is damaged: it lacks what the stage was.", remedy=remedy)
+    return kept
+
+
+def _as_it_was(run: Path, stage: str) -> None:
+    """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since."""
+    folder = run / stage
+    if (kept := _kept(folder)) is None:
+        return
+    files = kept["files"]
     if _checkpoints(folder) != kept["checkpoints"]:
         drop_evaluation(folder)
     else:
-        if not own and (other := other_code(files[RECIPE_FILE], run)):
-            wrong = f"{path} is damaged: the recipe in it has other {other} than {run / RECIPE_FILE}."
-            raise ToolkitError(wrong, remedy=remedy)
         write_whole(folder / MANIFEST, files[MANIFEST])
         if damage(folder) is None:
             if WARNINGS_FILE not in files:
@@ -102,7 +110,7 @@ def _as_it_was(run: Path, stage: str, *, own: bool = False) -> None:
                     write_whole(folder / name, files[name])
             write_whole(run / RECIPE_FILE, files[RECIPE_FILE])
             write_whole(folder / RESULT_FILE, files[RESULT_FILE])  # the last: by it the stage is finished
-    path.unlink()
+    (folder / WAS_FINISHED_FILE).unlink()
 
 
 def drop_evaluation(folder: Path) -> None:

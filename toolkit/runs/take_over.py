@@ -31,11 +31,11 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
 
     Raises:
         RecipeError: there is no such run, or nothing of it can be taken; or as for `claim`.
-        ToolkitError: the folder cannot be written.
+        ToolkitError: the folder cannot be written; or a stage cannot be taken, and a kill has left stages aside there
+            that do not come back by themselves.
     """
     other = replace(recipe, run=source)
-    if is_run_name(source):
-        recover_to_read(other.folder)
+    aside_there = recover_to_read(other.folder) if is_run_name(source) else None
     if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
         named = Path(source).name
         if not is_run_name(source) and (recipe.runs_dir / named / RECIPE_FILE).is_file():
@@ -51,6 +51,8 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         problem = _not_taken(recipe, other, stage)
         if way.get("resume") and work_of(recipe.stage_folder(stage)):
             said.append(f"{stage} goes on here.")
+        elif problem is not None and aside_there is not None:  # it may be finished under the recipe that is kept aside
+            raise aside_there
         elif problem is not None:
             said.append(f"{stage} is run anew: {problem}.")
             refused += 1
