@@ -46,9 +46,11 @@ def test_a_file_outside_of_a_checkpoint_is_not_copied_out_of_it(tmp_path, tokeni
     theirs, snapshot = tmp_path / "theirs", tmp_path / "models--meta--llama" / "snapshots" / "abc"
     (snapshot.parents[1] / "blobs").mkdir(parents=True)
     (snapshot.parents[1] / "blobs" / "1").write_text("sentences")
-    for source in (theirs, snapshot):
+    linked = tmp_path / "linked"  # as hf download --local-dir made it, and a user may
+    for source in (theirs, snapshot, linked):
         tokenizer.save_pretrained(source)
     (snapshot / "tokenizer.model").symlink_to(Path("..", "..", "blobs", "1"))
+    (linked / "tokenizer.model").symlink_to(snapshot.parents[1] / "blobs" / "1")
     (theirs / "own.tiktoken").write_text("words")
     (theirs / "own.model").symlink_to("own.tiktoken")
     for name in ("x.model", "chat_template.jinja"):
@@ -63,10 +65,15 @@ def test_a_file_outside_of_a_checkpoint_is_not_copied_out_of_it(tmp_path, tokeni
     assert (saved / "own.model").read_text() == (saved / "own.tiktoken").read_text() == "words"
     assert "mine" not in {path.read_text() for path in saved.iterdir()}
     assert load_tokenizer(str(saved)).chat_template is None
+    with pytest.warns(UserWarning, match=r"x\.model is left out"):  # but where the recipe names that text itself
+        save_tokenizer(load_tokenizer(str(theirs)), saved, str(theirs), template="mine")
+    assert load_tokenizer(str(saved)).chat_template == "mine"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save_tokenizer(tokenizer, saved, str(snapshot))
-    assert (saved / "tokenizer.model").read_text() == "sentences"
+        for source in (snapshot, linked):
+            (saved / "tokenizer.model").unlink(missing_ok=True)
+            save_tokenizer(tokenizer, saved, str(source))
+            assert (saved / "tokenizer.model").read_text() == "sentences"
     tokenizer.chat_template = "{{ messages }}"  # which the recipe names, in place of the checkpoint's
     with pytest.warns(UserWarning, match=r"x\.model is left out"):
         save_tokenizer(tokenizer, saved, str(theirs))

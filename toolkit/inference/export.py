@@ -160,7 +160,8 @@ def _as_before_version_5(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_beside(recipe: Recipe, folder: Path, *, merged: bool) -> None:
-    save_tokenizer(recipe.tokenizer, folder, recipe.base_path, revision=recipe.base.revision)
+    base = recipe.base
+    save_tokenizer(recipe.tokenizer, folder, recipe.base_path, revision=base.revision, template=base.chat_template)
     write_card(recipe, folder, merged=merged)
 
 

@@ -56,7 +56,12 @@ def load_tokenizer(
 
 
 def save_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, model: str, *, revision: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    model: str,
+    *,
+    revision: str | None = None,
+    template: str | None = None,
 ) -> None:
     """Write a checkpoint's tokenizer into a folder, for tools without transformers 5 as well.
 
@@ -64,7 +69,7 @@ def save_tokenizer(
     that transformers 4 refuses, and leaves out whether a text begins and ends with special tokens.
 
     What is written may be published: of a link that leads out of the checkpoint, which somebody else may have made, the
-    content is left out.
+    content is left out, unless it is a file of the hub's cache. A chat `template` that the recipe names stays.
     """
     tokenizer.save_pretrained(folder)
     config = read_object(folder / _CONFIG) or {}
@@ -83,7 +88,7 @@ def save_tokenizer(
     for path in (path for pattern in _OF_OTHERS for path in source.glob(pattern)):
         if path.is_file() and not (folder / path.name).exists() and not _left_out(path, source):
             shutil.copyfile(path, folder / path.name)
-    for path in (path for pattern in _TEMPLATES for path in source.glob(pattern)):
+    for path in (path for pattern in _TEMPLATES for path in source.glob(pattern) if template is None):
         ours = folder / path.relative_to(source)  # which the recipe may have named in its place
         if path.is_file() and ours.is_file() and read_text(path) == read_text(ours) and _left_out(path, source):
             ours.unlink()
@@ -91,10 +96,9 @@ def save_tokenizer(
 
 def _left_out(path: Path, source: Path) -> bool:
     """Whether a file of a checkpoint is a link to one that is none of its own, which is told."""
-    real, own = path.resolve(), [source.resolve()]
-    if own[0].parent.name == "snapshots":  # of the hub's cache, which links to its files beside them
-        own.append(own[0].parents[1] / "blobs")
-    if any(real.is_relative_to(folder) for folder in own):
+    real = path.resolve()
+    of_hub = real.parent.name == "blobs" and real.parents[1].name.startswith("models--")  # to whose files it links
+    if of_hub or real.is_relative_to(source.resolve()):
         return False
     wrong = f"{path} is left out: it is a link to {real}, which is no file of the checkpoint."
     warnings.warn(f"{wrong} Put a copy of that file in its place, if it is to be given away.", stacklevel=4)
