@@ -309,6 +309,7 @@ def test_prompts_that_are_given_stand_beside_those_that_are_read(tmp_path, chat_
     assert given.left_out == {"validation": {"an empty prompt": 1}}
     assert [row["split"] for row in given.left_out_rows()] == ["validation"]
     assert given.row_places("ppo") == [{"split": "validation", "place": f"{task.validation}, line 1"}]
+    assert given.prompt_places("train") == () and [*given.prompt_places("validation")] == [f"{task.validation}, line 1"]
     assert given.report().startswith("train: 2 prompts, given | validation: 1 prompts; 1 left out")
     both = GivenPrompts(task, {"train_dataset": ["2"], "eval_dataset": ["4"]})
     assert both.left_out == {} and both.row_places("ppo") == both.left_out_rows() == []

@@ -799,3 +799,11 @@ def test_graphs_that_there_cannot_be_are_refused_before_earlier_stages_run(check
         ConfigError, match=r'^ppo\.generation: graphs cannot be made of a LlamaForCausalLM with "eager"'
     ):
         plan(recipe, "4090")
+
+
+def test_prompts_that_pairs_share_are_named_by_the_line_of_a_pair(tmp_path, checkpoint):
+    pairs = [{"prompt": prompt, "chosen": "Yes.", "rejected": "No."} for prompt in ("Hot?", "Hot?", "Cold?")]
+    (path := tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    recipe = chat_recipe(tmp_path, checkpoint, f"data.train={path}")
+    (prompts,) = build.scored_prompts(recipe, ["train"])
+    assert [*prompts.places] == [f"{path}, line 2", f"{path}, line 3"]

@@ -1,6 +1,6 @@
 """Prompts that are given in Python, in place of those that a task reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,10 @@ class GivenPrompts:
 
     def prompts(self, split: str) -> Dataset:
         return self._given[split] if split in self._given else self._task.prompts(split)
+
+    def prompt_places(self, split: str) -> Sequence[str]:
+        """The place in a source of each prompt that is the task's own; given ones have none."""
+        return () if split in self._given else self._task.prompt_places(split)
 
     def report(self, *splits: str) -> str | None:
         """One line on the rows of these splits, or of both; what could not be read of given ones was told then."""

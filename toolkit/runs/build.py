@@ -13,7 +13,6 @@ from toolkit import phases, processes
 from toolkit.data import Kind, PromptEncoder, RatedResponses, Task
 from toolkit.errors import Problem, RecipeError, RewardError, within
 from toolkit.models import (
-    ROLE_FILE,
     SharedBase,
     default_device,
     fast_precision,
@@ -25,6 +24,7 @@ from toolkit.models import (
 )
 from toolkit.reports import METRICS_FILE, SCORES_FILE, MetricsFile, of_responses, read_jsonl
 from toolkit.rewards import Prompts, Reward, ScorerContext
+from toolkit.runs.differences import recorded
 from toolkit.spec.plan import adapter_roles, at, section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site, Trained
@@ -71,10 +71,8 @@ def scored_prompts(recipe: Recipe, splits: Sequence[str]) -> list[Prompts]:
     found = []
     for split in splits:
         rows = stage_dataset(recipe, "ppo", "prompts", split)
-        places = [row["place"] for row in recipe.task.row_places("ppo", split)]
-        if len(places) != len(rows):  # of a task that makes them, or takes each prompt once
-            places = [f"prompt {number} of {split}" for number in range(1, len(rows) + 1)]
-        found.append(Prompts(rows, places))
+        places = recipe.task.prompt_places(split)  # none of those that a task makes, or Python has given
+        found.append(Prompts(rows, places or [f"prompt {number} of {split}" for number in range(1, len(rows) + 1)]))
     return found
 
 
@@ -200,10 +198,10 @@ def placed_roles(
 
 def end_without_stop(recipe: Recipe, stage: str, roles: SharedBase) -> Problem | None:
     """That the chat template ends a turn with a token at which no response ends, where another tool may have taught
-    the policy of a stage to end so: the sft stage here teaches the end of sequence."""
+    the policy of a stage to end so: an sft stage of ours teaches the end of sequence."""
     start = recipe.plan.stages[stage].source("reference")
-    ours = isinstance(start, Saved) and Path(start.folder).expanduser().joinpath(ROLE_FILE).is_file()
-    if start is None or isinstance(start, Trained) or ours or recipe.base.model is None or not recipe.task.chats:
+    ours = isinstance(start, Trained) or (isinstance(start, Saved) and _passed_sft(Path(start.folder)))
+    if start is None or ours or recipe.base.model is None or not recipe.task.chats:
         return None
     tokenizer, stops = recipe.tokenizer, roles.stop_token_ids(recipe.tokenizer)
     end = PromptEncoder(tokenizer).ends[-1]
@@ -214,6 +212,13 @@ def end_without_stop(recipe: Recipe, stage: str, roles: SharedBase) -> Problem |
     wrong += "taught elsewhere to end so goes on to response_length."
     remedy = f'If it was, write "eos_token_id": {[*stops, token]} into the generation_config.json of the checkpoint, '
     return Problem(wrong, "base.model", f"{remedy}of a hub id into that of a downloaded copy, and name its folder.")
+
+
+def _passed_sft(folder: Path) -> bool:
+    """Whether a policy is of a run whose policy began with an sft stage, by the run's recipe."""
+    above = folder.expanduser().resolve().parents
+    values = next(filter(None, map(recorded, above)), {})
+    return "sft" in values and not section(values, "start").get("policy")
 
 
 def _pad_token_of(about: Mapping[str, Any], recipe: Recipe, own: int) -> int:
