@@ -50,8 +50,8 @@ def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
 def has_other_weights(base: str, trained: str) -> str:
     """A sentence on a base that is not the one that adapters were trained on; `trained` is the folder of those."""
     return (
-        f"{base} has other weights than the base that {trained} was trained on, so its adapters do not fit (unless "
-        "another transformers version only stores the same weights differently)."
+        f"{base} has other weights than the base that {trained} was trained on, so its adapters were not made for "
+        "it (unless another transformers version only stores the same weights differently)."
     )
 
 
