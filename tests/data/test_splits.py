@@ -329,7 +329,10 @@ def test_offline_a_hub_id_is_read_from_the_files_in_the_cache(in_hub_cache, cach
     part = folder / "harmless-base" / "train.jsonl.gz"
     whole = part.read_bytes()
     part.write_bytes(gzip.compress(b"{", mtime=0))
-    with pytest.raises(DataError, match='^train: "me/pairs" is in the cache of the hub, and cannot be read from there'):
+    there = (
+        r'^train: "me/pairs" is in the cache of the hub, and cannot be read from there \(.*\)\. If a file is damaged'
+    )
+    with pytest.raises(DataError, match=f"{there}, hf download --repo-type dataset me/pairs --force-download"):
         read("me/pairs", subset="harmless-base")
     part.write_bytes(whole)
     # datasets has a variable of its own.

@@ -1,5 +1,6 @@
 import contextlib
 import os
+import shutil
 import socket
 import threading
 import time
@@ -70,7 +71,9 @@ def test_a_file_outside_of_a_checkpoint_is_not_copied_out_of_it(tmp_path, tokeni
     assert load_tokenizer(str(saved)).chat_template == "mine"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for source in (snapshot, linked):
+        copied = tmp_path / "llama"  # the cache's folder, by a name of the user's
+        shutil.copytree(snapshot.parents[1], copied, symlinks=True)
+        for source in (snapshot, linked, copied / "snapshots" / "abc"):
             (saved / "tokenizer.model").unlink(missing_ok=True)
             save_tokenizer(tokenizer, saved, str(source))
             assert (saved / "tokenizer.model").read_text() == "sentences"

@@ -70,8 +70,10 @@ def test_each_process_sees_one_card_and_gives_its_stage_all_of_them(visible, see
     assert {name: given[name] for name in launcher._LAUNCHED} == {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
 
 
-def test_on_rocm_torch_counts_by_other_variables_too(two_cards, monkeypatch):
-    """By ROCR_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, where these are set, whatever that of CUDA says."""
+@pytest.mark.parametrize("variable", ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_on_rocm_torch_counts_by_other_variables_too(variable, two_cards, monkeypatch):
+    """Where these are set, whatever that of CUDA says."""
+    monkeypatch.setenv(variable, "0")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -82,10 +84,12 @@ def test_on_rocm_torch_counts_by_other_variables_too(two_cards, monkeypatch):
     assert not processes.take_card()
 
 
-@pytest.mark.parametrize(("cards", "taken"), [(2, True), (1, False), (0, False)])
-def test_the_card_is_taken_before_anything_counts_them(cards, taken, two_cards, monkeypatch):
+@pytest.mark.parametrize(("cards", "taken", "build"), [(2, True, "cuda"), (1, False, "hip"), (0, False, "cuda")])
+def test_the_card_is_taken_before_anything_counts_them(cards, taken, build, two_cards, monkeypatch):
     """Where there is no NVML, as in native Windows and some containers, torch counts by CUDA, which reads the variable
-    then and never again."""
+    then and never again. So it does for ROCm without amdsmi."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, build, "1")
     seen = []
 
     def counts():

@@ -263,6 +263,12 @@ def test_a_password_in_the_address_is_not_shown(user):
 def test_a_key_in_an_address_that_is_refused_is_not_shown():
     with pytest.raises(ConfigError, match=r"url — http:// or https:// .* is needed, got 'htps://host/score'\.$"):
         RemoteReward("htps://host/score?api_key=hidden")
+    with pytest.raises(
+        ConfigError, match=r"'https://host/score' has white space in it, behind its \?\. Write a space as"
+    ):
+        RemoteReward("https://host/score?api_key=hid den")
+    with pytest.raises(ConfigError, match=r"'https://host/sco re' has white space in it\. Write"):
+        RemoteReward("https://host/sco re?api_key=hidden")
 
 
 def test_a_column_that_is_no_json(serve):

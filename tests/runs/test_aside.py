@@ -16,7 +16,7 @@ from toolkit.cli import app
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import aside, owned
-from toolkit.runs.folder import recover, recover_to_read, restore
+from toolkit.runs.folder import NotSeen, recover, recover_to_read, restore
 from toolkit.runs.listing import all_runs
 
 STAGE = {"metrics.jsonl": "metrics", "policy/adapter_model.safetensors": "weights"}
@@ -176,8 +176,6 @@ def test_a_recipe_that_no_move_brings_back_is_no_reason_to_refuse(run):
     ["ppo/samples.jsonl", "recipe.yaml"], ["recipe.yaml", "ppo/samples.jsonl"],
     [".replaced/RECIPE.yaml", "recipe.yaml"], [".replaced/recipe.yaml", "Recipe.yaml"],
     ["ppo/samples.jsonl", "reward.py"], ["reward.py", "ppo/samples.jsonl"],
-    ["ppo/my.py", ".deleted/ppo/my.py"], [".replaced/ppo/my.py", "ppo/my.py"],
-    ["sft/model/x.py", ".deleted/sft/model/x.py"], [".taken/checkpoint-2/x.py", "sft/checkpoint-2/x.py"],
 ])  # fmt: skip
 def test_no_list_moves_a_recipe_from_elsewhere_or_what_is_none_of_a_stage(moved, run):
     write(run, {".moves.json": json.dumps({"moves": [moved], "into": None}), "ppo/samples.jsonl": "theirs"})
@@ -192,19 +190,23 @@ def test_what_is_none_of_a_stage_does_not_come_back(run):
     assert not (run / "reward.py").exists() and content(run)["ppo/result.json"] == "old result"
 
 
-def test_code_that_a_checkpoint_holds_stays_while_the_checkpoint_is_moved(run):
-    """As of a model with `trust_remote_code`."""
+def test_code_comes_back_to_who_runs_a_stage_alone(run):
+    """As of a checkpoint of a model with `trust_remote_code`."""
     with whole_folder(run / "ppo" / "checkpoint-2") as checkpoint:
         write(checkpoint, {"state.json": "old checkpoint", "model/own.py": "code"})
     before = content(run)
     begin_anew(run)
-    assert content(run)["ppo/checkpoint-2/model/own.py"] == "code"
+    told = r"replaced/ppo/checkpoint-2/model/own.py is code that would come back to .*If you trust it, run a stage"
+    with pytest.raises(NotSeen, match=told):
+        recover(run)
     aside.put_back(run, keep=False)
     assert content(run) == before
-    write(run, {".taken/model/own.py": "code", ".taken/result.json": "taken"})
-    aside.place(run, run / ".taken", "q")
-    after = content(run)
-    assert after == {**before, "q/model/own.py": "code", "q/result.json": "taken"}
+    moves = [[".taken/own.py", "q/own.py"]]
+    write(run, {".taken/own.py": "code", ".moves.json": json.dumps({"into": None, "moves": moves})})
+    with pytest.raises(NotSeen, match="taken/own.py is code that would come back"):
+        recover(run)
+    aside.settle(run)
+    assert content(run) == {**before, "q/own.py": "code"}
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):

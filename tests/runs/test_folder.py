@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import owned, stages
 from toolkit.runs.differences import _LOADS, _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY, may_change
-from toolkit.runs.folder import check_outputs, claim, conflict, finished, settle
+from toolkit.runs.folder import NotSeen, check_outputs, claim, conflict, finished, settle
 from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.longer import result_comes_back
 from toolkit.runs.owned import begin
@@ -386,6 +387,18 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     third = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="third", sft=FEW)
     (first.stage_folder("reward") / "result.json").unlink()
     assert take_over(third, "chat", ["sft", "reward"])[1] == f"reward is run anew: {first.folder} has not finished it."
+
+
+def test_a_stage_that_lies_aside_in_the_other_run_is_no_reason_to_run_it_anew(tmp_path, checkpoint):
+    first = chat_recipe(tmp_path, checkpoint, sft=FEW)
+    finish(first, "sft", "reward")
+    shutil.copy(first.values["data"]["train"], tmp_path / "other.jsonl")
+    claim(chat_recipe(tmp_path, checkpoint, f"data.train={tmp_path}/other.jsonl", sft=FEW), "sft", overwrite=True)
+    second = chat_recipe(tmp_path, checkpoint, name="second", sft=FEW)
+    with pytest.raises(NotSeen, match=r"replaced/recipe.yaml would take the place of .* and has another data.train"):
+        take_over(second, "chat", ["sft"])
+    with pytest.raises(RecipeError, match="nothing can be taken"):  # nor does reward come back by itself
+        take_over(second, "chat", ["q"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are text there")

@@ -751,6 +751,8 @@ def test_another_frozen_adapter_of_q_is_refused_also_where_no_step_is_left(tmp_p
         made.roles.add_role("policy", lora())  # which is nothing to q: PPO may train it between two runs
         randomize(made.roles, "policy", seed=steps)
         made.train(resume_from_checkpoint=resumed)
+        made.roles.train_roles("reward")  # as a trainer does that is made since
+        made.save_checkpoint()
 
     run(2, 1)
     for steps in (1, 2):
@@ -1372,6 +1374,12 @@ def test_the_best_weights_are_not_saved_as_those_of_the_last_step(stage, tmp_pat
         made.train(of_nothing=1)  # has moved no weights
     with refused():
         made.save_checkpoint()
+    for reads in ("check_run", "load_best"):  # of a checkpoint with no step left, whose run is another, or damaged
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="^another$"):
+            patch.setattr(made, reads, mock.Mock(side_effect=CheckpointError("another")))
+            made.train(resume_from_checkpoint=True)
+        with refused():
+            made.save_checkpoint()
     made.args.load_best_model_at_end = False
     with pytest.warns(UserWarning, match="begins anew"):
         made.train()

@@ -352,11 +352,15 @@ class _Asks(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.event == "step" and state.global_step == 2 and processes.is_main():
-            setattr(control, self.what, True)
+            self.ask(control)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.event == "pass" and state.global_step < 5 and processes.is_main():
-            setattr(control, self.what, True)
+            self.ask(control)
+
+    def ask(self, control):
+        for what in self.what.split():
+            setattr(control, what, True)
 
 
 def asked_for(folder, stage, what, event):
@@ -377,10 +381,8 @@ def asked_for(folder, stage, what, event):
     [
         ("reward_pairs", "should_training_stop", "step", (2, 2 / 3, [], [], [])),
         ("ppo", "should_training_stop", "step", (2, 1 / 2, [], [], [])),
-        ("reward_pairs", "should_save", "step", (6, 2.0, [], [], ["checkpoint-2"])),
+        ("reward_pairs", "should_save should_evaluate should_log", "step", (6, 2.0, [2], [2], ["checkpoint-2"])),
         ("ppo", "should_save", "step", (6, 3 / 2, [], [], ["checkpoint-2"])),
-        ("reward_pairs", "should_evaluate", "step", (6, 2.0, [2], [], [])),
-        ("reward_pairs", "should_log", "step", (6, 2.0, [], [2], [])),
         ("ppo", "should_evaluate", "pass", (6, 3 / 2, [4], [], [])),
     ],
 )

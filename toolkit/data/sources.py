@@ -307,7 +307,9 @@ def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
         wrong = f'"{source}" is no file, and the hub did not give it ({why}).'
         if folder:
             wrong = f'"{source}" is in the cache of the hub, and cannot be read from there ({why}).'
-        elif host:
+            again = f"If a file is damaged, hf download --repo-type dataset {source} --force-download gets it anew."
+            raise DataError(wrong, remedy=f"{again} {_without_settings(subset, name)}".strip()) from error
+        if host:
             wrong = f'"{source}" is no file here and not in the cache of the hub, and {host} does not answer.'
         otherwise = f"{_nearest(Path(source))} Name files in its place.".strip()
         remedy = hub.way_to(source, error, otherwise=otherwise, of_data=True)

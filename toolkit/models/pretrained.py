@@ -96,9 +96,12 @@ def save_tokenizer(
 
 def _left_out(path: Path, source: Path) -> bool:
     """Whether a file of a checkpoint is a link to one that is none of its own, which is told."""
-    real = path.resolve()
-    of_hub = real.parent.name == "blobs" and real.parents[1].name.startswith("models--")  # to whose files it links
-    if of_hub or real.is_relative_to(source.resolve()):
+    real, own = path.resolve(), source.resolve()
+    of_cache = own.parents[1] if own.parent.name == "snapshots" else None  # of the hub, however it is called
+    of_hub = real.parent.name == "blobs" and (
+        real.parents[1] == of_cache or real.parents[1].name.startswith("models--")
+    )
+    if of_hub or real.is_relative_to(own):
         return False
     wrong = f"{path} is left out: it is a link to {real}, which is no file of the checkpoint."
     warnings.warn(f"{wrong} Put a copy of that file in its place, if it is to be given away.", stacklevel=4)

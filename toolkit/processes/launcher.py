@@ -46,14 +46,15 @@ def take_card() -> bool:
     if launched() == 1 or _seen or not (torch.version.cuda or torch.version.hip):
         return bool(_seen)
     local, visible = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), os.environ.get(_VISIBLE)
-    if visible is None and torch.version.cuda:
+    # Where HIP or its driver is told by a variable of its own, torch does not count by this one.
+    by_another = torch.version.hip and any(map(os.environ.get, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")))
+    if visible is None and not by_another:
         # Set before torch counts: without NVML it counts by CUDA, which would then have seen all cards.
         os.environ[_VISIBLE] = str(local)
         if not torch.cuda.device_count():
             del os.environ[_VISIBLE]
             return False
     else:
-        # Torch for ROCm does not count by the variable where HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES is set, too.
         named = map(str, range(torch.cuda.device_count())) if visible is None else map(str.strip, visible.split(","))
         # A negative number ends the list, as in CUDA.
         gpus = [*takewhile(lambda one: one and not one.startswith("-"), named)]
@@ -86,7 +87,7 @@ def check_launcher() -> None:
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             wrong = f"accelerate is set to {name}, which shards a model's weights; here each process holds the whole "
-            remedy = "Launch with --multi_gpu, or take a base that fits on one card."
+            remedy = "Launch with --multi_gpu, or take a base that fits on one GPU."
             raise ToolkitError(f"{wrong}base, whose 4-bit weights cannot be sharded yet.", remedy=remedy)
     if "ACCELERATE_USE_CPU" in environ and "MASTER_PORT" in environ and "WORLD_SIZE" not in environ:
         wrong = "accelerate launch starts one process on a CPU, whatever number it is given."

@@ -247,5 +247,8 @@ def _url_problems(url: str) -> Iterator[Problem]:
         wrong = "" if known else "is no address with http:// or https:// and a host, or "
         wrong += "holds a user or password, and the recipe is saved with the run."
         yield Problem(wrong, "url", "Use token_variable.")
-    elif not known or any(sign.isspace() for sign in url):
+    elif not known:
         yield Problem(f"http:// or https:// with a host is needed, got {_without_query(url)!r}.", "url")
+    elif any(sign.isspace() for sign in url):
+        behind = "" if any(sign.isspace() for sign in _without_query(url)) else ", behind its ?"
+        yield Problem(f"{_without_query(url)!r} has white space in it{behind}.", "url", "Write a space as %20.")

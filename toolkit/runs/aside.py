@@ -25,7 +25,7 @@ from toolkit.disk import (
     writing,
 )
 from toolkit.errors import ToolkitError
-from toolkit.runs.owned import EVALUATION, RECIPE_FILE, delete, may_be_moved, refuse_link, written
+from toolkit.runs.owned import EVALUATION, RECIPE_FILE, delete, refuse_link, written
 from toolkit.spec.plan import STAGES
 
 REPLACED, UNFINISHED, TAKEN = ".replaced", ".unfinished", ".taken"
@@ -83,8 +83,7 @@ def _is_within(name: Any) -> bool:
 
 
 def _is_moved(name: Any) -> bool:
-    """Whether a file of a run, by its name there, is one that is moved: no reward function, say, beside the recipe or
-    in a stage's folder."""
+    """Whether a file of a run, by its name there, is one that is moved: no reward function beside the recipe, say."""
     if not _is_within(name):
         return False
     first, *rest = Path(name).parts
@@ -92,7 +91,7 @@ def _is_moved(name: Any) -> bool:
         first, *rest = rest
     if not rest:
         return first == RECIPE_FILE
-    return first in (*_FOLDERS, TAKEN) and may_be_moved(Path(*rest))
+    return first in (*_FOLDERS, TAKEN)
 
 
 def _is_recipe(name: str) -> bool:
@@ -107,8 +106,19 @@ def is_moving(run: Path) -> bool:
 
 def kept_recipes(run: Path) -> list[Path]:
     """Recipes that may come back to a run: the one replaced, and while moves are under way those that they move."""
-    moved = [name for name, _ in (_moves_in(run) or {"moves": []})["moves"] if _is_recipe(name)]
+    moved = [name for name, _ in _under_way(run) if _is_recipe(name)]
     return [path for path in map(run.joinpath, [f"{REPLACED}/{RECIPE_FILE}", *moved]) if is_plain(path)]
+
+
+def kept_code(run: Path) -> list[Path]:
+    """Code, as of a checkpoint, that may come back to a run's stages in the same ways."""
+    moved = [run / name for name, to in _under_way(run) if name.endswith(".py") and Path(to).parts[0] not in _STORES]
+    return [*moved, *(run / REPLACED).rglob("*.py")]
+
+
+def _under_way(run: Path) -> list[tuple[str, str]]:
+    state = _moves_in(run)
+    return [] if state is None else state["moves"]
 
 
 def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
@@ -121,7 +131,7 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
     for name in names:
         if name in begun:
             delete(run / name)
-    files = [path for name in names if name not in begun for path in _moved(run / name)]
+    files = [path for name in names if name not in begun for path in written(run / name)]
     if not begun:
         files += [run / RECIPE_FILE]
     moves = [(path, run / REPLACED / path.relative_to(run)) for path in files]
@@ -129,22 +139,10 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
     _move(run, moves, {"into": REPLACED, "wanted": wanted, "names": sorted(begun | set(names))})
 
 
-def _moved(folder: Path) -> list[Path]:
-    """Of what the toolkit wrote in a stage's folder that which is moved. Code of a checkpoint stays there."""
-    return [path for path in written(folder) if may_be_moved(path.relative_to(folder))]
-
-
 def place(run: Path, source: Path, name: str) -> None:
     """Move what lies in a folder of ours to be a stage's: all of it, or at the next start the rest."""
     (run / name / MANIFEST).unlink(missing_ok=True)  # that of the new one comes with it
-    moves = [(path, run / name / path.relative_to(source)) for path in files_in(source)]
-    for path, to in moves:  # the code of a checkpoint comes by no list, and before what uses it
-        if not may_be_moved(path.relative_to(source)) and not os.path.lexists(to):
-            for folder in to.relative_to(run).parents[:-1]:
-                refuse_link(run / folder)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(to)
-    _move(run, [(path, to) for path, to in moves if may_be_moved(path.relative_to(source))], {"into": None})
+    _move(run, [(path, run / name / path.relative_to(source)) for path in files_in(source)], {"into": None})
 
 
 def settle(run: Path) -> bool:
@@ -195,7 +193,7 @@ def _exchange(run: Path, stored: str, into: str) -> None:
         return
     with writing(run):
         _forget(run / into)
-        here = [path for name in state["names"] for path in _moved(run / name)] + [run / RECIPE_FILE]
+        here = [path for name in state["names"] for path in written(run / name)] + [run / RECIPE_FILE]
         moves = [(path, run / into / path.relative_to(run)) for path in here]
         kept = [path for path in files_in(run / stored) if _is_moved(path.relative_to(run / stored).as_posix())]
         moves += [(path, run / path.relative_to(run / stored)) for path in kept]

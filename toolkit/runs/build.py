@@ -13,6 +13,7 @@ from toolkit import phases, processes
 from toolkit.data import Kind, PromptEncoder, RatedResponses, Task
 from toolkit.errors import Problem, RecipeError, RewardError, within
 from toolkit.models import (
+    ROLE_FILE,
     SharedBase,
     default_device,
     fast_precision,
@@ -24,7 +25,6 @@ from toolkit.models import (
 )
 from toolkit.reports import METRICS_FILE, SCORES_FILE, MetricsFile, of_responses, read_jsonl
 from toolkit.rewards import Prompts, Reward, ScorerContext
-from toolkit.runs.differences import recorded
 from toolkit.spec.plan import adapter_roles, at, section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site, Trained
@@ -200,7 +200,8 @@ def end_without_stop(recipe: Recipe, stage: str, roles: SharedBase) -> Problem |
     """That the chat template ends a turn with a token at which no response ends, where another tool may have taught
     the policy of a stage to end so: an sft stage of ours teaches the end of sequence."""
     start = recipe.plan.stages[stage].source("reference")
-    ours = isinstance(start, Trained) or (isinstance(start, Saved) and _passed_sft(Path(start.folder)))
+    ours = isinstance(start, Saved) and Path(start.folder).expanduser().joinpath(ROLE_FILE).is_file()
+    ours = ours or isinstance(start, Trained)
     if start is None or ours or recipe.base.model is None or not recipe.task.chats:
         return None
     tokenizer, stops = recipe.tokenizer, roles.stop_token_ids(recipe.tokenizer)
@@ -212,13 +213,6 @@ def end_without_stop(recipe: Recipe, stage: str, roles: SharedBase) -> Problem |
     wrong += "taught elsewhere to end so goes on to response_length."
     remedy = f'If it was, write "eos_token_id": {[*stops, token]} into the generation_config.json of the checkpoint, '
     return Problem(wrong, "base.model", f"{remedy}of a hub id into that of a downloaded copy, and name its folder.")
-
-
-def _passed_sft(folder: Path) -> bool:
-    """Whether a policy is of a run whose policy began with an sft stage, by the run's recipe."""
-    above = folder.expanduser().resolve().parents
-    values = next(filter(None, map(recorded, above)), {})
-    return "sft" in values and not section(values, "start").get("policy")
 
 
 def _pad_token_of(about: Mapping[str, Any], recipe: Recipe, own: int) -> int:

@@ -262,8 +262,9 @@ def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool 
     run = recipe.folder
     longer = [*recipes_as_they_were(run)]
     other = _earlier_recipe(run, longer)
-    earlier = f"{run} has its earlier {listed(path.parent.name for path, _ in longer)} again. {other}" if other else ""
     stages_as_they_were(run)
+    back = [path.parent.name for path, _ in longer if (path.parent / RESULT_FILE).is_file()]
+    earlier = f"{run} has its earlier {listed(back)} again. {other}" if other and back else ""
     open_ = aside.settle(run)
     goes_on = resume and any(work_of(run / name) for name in aside.changing(run, aside.REPLACED))
     if open_ and goes_on:
@@ -320,18 +321,23 @@ def recover(run: Path) -> None:
     """As `settle`, for those who read a run, and while nobody is at work in it.
 
     Raises:
-        ToolkitError: a recipe would come back that loads something else than the one there, which alone is what those
-            have read who use somebody else's run.
+        NotSeen: code would come back, or a recipe that loads something else than the one there, which alone is what
+            those have read who use somebody else's run.
+        ToolkitError: what is kept is damaged, or the folder cannot be written.
     """
     if (aside.is_open(run) or any(written_down(run))) and owner_of(run) is None:
         with at_work(run):
-            _refuse_other_code(run, recipes_as_they_were(run))
+            _refuse_not_seen(run, recipes_as_they_were(run))
             stages_as_they_were(run)
             if aside.is_moving(run):
-                _refuse_other_code(run, _replaced_recipes(run))
+                _refuse_not_seen(run, _replaced_recipes(run), aside.kept_code(run))
             if aside.settle(run):
-                _refuse_other_code(run, _replaced_recipes(run))
+                _refuse_not_seen(run, _replaced_recipes(run), aside.kept_code(run))
                 restore(run)
+
+
+class NotSeen(ToolkitError):
+    """What would come back to a run is nothing that those who read the run have seen."""
 
 
 def _replaced_recipes(run: Path) -> Iterator[tuple[Path, str]]:
@@ -344,21 +350,24 @@ def _earlier_recipe(run: Path, kept: Iterable[tuple[Path, str]]) -> str:
     return f"Its {RECIPE_FILE} is the earlier one again, too: it has another {other}." if other else ""
 
 
-def _refuse_other_code(run: Path, kept: Iterable[tuple[Path, str]]) -> None:
-    for path, text in kept:
+def _refuse_not_seen(run: Path, recipes: Iterable[tuple[Path, str]], code: Iterable[Path] = ()) -> None:
+    back = f'run a stage of it in this run ($run, here "{run.name}"), and the earlier stage comes back'
+    remedy = f"Read it. If you trust it, {back}."
+    for path, text in recipes:
         if keys := other_code(text, run):
             recipe = path if path.name == RECIPE_FILE else f"the recipe in {path}"
             wrong = f"{recipe} would take the place of {run / RECIPE_FILE}, and has another {keys}."
-            back = f'run a stage of it in this run ($run, here "{run.name}"), and the earlier stage comes back'
-            raise ToolkitError(wrong, remedy=f"Read it. If you trust it, {back}.")
+            raise NotSeen(wrong, remedy=remedy)
+    for path in code:
+        raise NotSeen(f"{path} is code that would come back to {run}.", remedy=remedy)
 
 
-def recover_to_read(run: Path) -> ToolkitError | None:
-    """As `recover`; what cannot come back, or be written, is read as it is: why is given back. A folder that cannot be
-    entered is left alone."""
-    with suppress(OSError):
+def recover_to_read(run: Path) -> NotSeen | None:
+    """As `recover`; a run to which something would come back that nobody has seen is read as it is, and that is given
+    back. So is one that cannot be written; and one that cannot be entered is left alone."""
+    with suppress(ToolkitError, OSError):
         try:
             recover(run)
-        except ToolkitError as error:
+        except NotSeen as error:
             return error
     return None

@@ -52,15 +52,6 @@ def _is_written(name: Path, listed: Collection[str]) -> bool:
     return ours and name.suffix in _SUFFIXES
 
 
-def may_be_moved(name: Path) -> bool:
-    """Whether a file of a stage's folder, by its name there, is one that is moved: data and weights, and no code, which
-    a recipe may name."""
-    top = name.parts[0]
-    if len(name.parts) == 1:
-        return top in _FILES or name.suffix == ASIDE
-    return (top in WEIGHTS or CHECKPOINT in top) and (is_half_saved(name) or name.suffix in _SUFFIXES)
-
-
 def written(folder: Path) -> list[Path]:
     """Files in a stage's folder that the toolkit wrote: none where no manifest says that it writes there."""
     listed = sealed_files(folder)

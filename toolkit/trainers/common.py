@@ -276,7 +276,7 @@ class SamplingTrainer(RoleTrainer):
 
     @property
     def frozen(self) -> dict[str, str]:
-        """By role a digest of each adapter that this trainer reads and leaves as it is: the base may carry others."""
+        """By role a digest of the reference's adapter and of those for scores, which training leaves as they are."""
         found = frozen_digests(self.roles)
         return {role: digest for role, digest in found.items() if role == "reference" or scores_for(role)}
 

@@ -184,6 +184,7 @@ class ResumableTrainer(BestOfSaved):
             CheckpointError: the weights of the best checkpoint have taken the place of this step's.
             SelfCheckError: the processes do not hold the same weights.
         """
+        self.take_over()  # for what is noted of adapters that are not trained
         if (step := self.state.global_step) != self.step_of_weights:
             wrong = f"the trainer now holds the best checkpoint's weights, not those of step {step}."
             has = f"{self._folder_of(step).name} has those of step {step}, if it was saved."

@@ -108,7 +108,7 @@ def check_frozen(then: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Nothing, if the frozen adapters are those that a run began with, else a CheckpointError."""
     if changed := [role for role, digest in now.items() if then.get(role) != digest]:
         wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
-        wrong += "responses, scores or KL would mean something else from here on."
+        wrong += "responses, scores or KL may mean something else from here on."
         raise CheckpointError(wrong, remedy="Restore that adapter, or begin the run anew.")
 
 

@@ -37,18 +37,22 @@ class TransformersLoop(ResumableTrainer):
             self._check_not_past(checkpoint, state.global_step, length, field=field)
             over = length <= state.global_step
             if over or stopped:  # transformers would train a step more
-                self.state = state
-                if over:  # the checkpoint's run may have been longer
-                    state.max_steps = length
                 with processes.agreed(), of_this_version(checkpoint):
                     self.check_run(checkpoint, self._restoring)
+                if over:  # the checkpoint's run may have been longer
+                    state.max_steps = length
+                before, self.state = self.state, state
                 self.load_callbacks()
                 for one in self._metrics_files:
                     one.cut()
-                if self.args.load_best_model_at_end and state.best_model_checkpoint:
-                    self.load_best()
-                else:
-                    self.load_saved(checkpoint)
+                try:
+                    if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                        self.load_best()
+                    else:
+                        self.load_saved(checkpoint)
+                except BaseException:
+                    self.state = before  # whose weights the trainer has
+                    raise
                 self._count_resumption(checkpoint, self._restoring)
                 self.load_progress(checkpoint)
                 return TrainOutput(state.global_step, 0.0, {})
