@@ -21,10 +21,21 @@ from toolkit.trainers import self_checks
 ROW = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "lengths": "even"}
 
 
-def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["gpu", "--small", "--output", str(tmp_path)])
-    monkeypatch.setattr(gpu, "here", lambda: 24 * 10**9)  # beside a card whose limits are not known
-    assert gpu.main() == 0
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(["tenacity", "matplotlib", "trl.experimental.ppo"]))  # None: as where there is none
+from benchmarks import gpu
+from toolkit.rewards import remote
+assert not hasattr(remote, "httpx2")  # which the hub's library may have of its own
+gpu.here = lambda: 24 * 10**9  # beside a card whose limits are not known
+sys.argv = ["gpu", "--small", "--output", sys.argv[1]]
+assert gpu.main() == 0
+"""
+
+
+def test_bench_gpu_runs_small_on_a_cpu_and_needs_nothing_that_a_machine_that_is_lent_may_lack(tmp_path):
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path)]
+    shown = subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, text=True).stdout
     (path,) = tmp_path.glob("*_small.json")
     found = json.loads(path.read_text(encoding="utf-8"))
     forms = [(False, "eager", "even"), (True, "eager", "even"), (False, "merged", "even")]
@@ -43,26 +54,13 @@ def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
     for row in found["rows"]:
         assert set(row["seconds"]) == set(row["peak_gb"]) == set(PHASES)
         assert row["over_floor"] > 0
-    assert "random weights" in capsys.readouterr().out
+    assert "random weights" in shown
     text = table.section("gpu", found)
     assert "different processors" not in text
     found["rows"][0]["processor"] = "another"
     assert "had different processors, one after the other: another, " in table.section("gpu", found)
     assert "| separate | off | merged | even |" in text and "| shared | off | eager | uneven, packed |" in text
     assert "random weights" in text
-
-
-ABSENT = """
-import sys
-sys.modules.update(dict.fromkeys(["tenacity", "matplotlib", "trl.experimental.ppo"]))  # None: as where there is none
-import benchmarks.gpu
-from toolkit.rewards import remote
-assert not hasattr(remote, "httpx2")  # which the hub's library may have of its own
-"""
-
-
-def test_bench_gpu_needs_nothing_that_a_machine_that_is_lent_may_lack():
-    subprocess.run([sys.executable, "-c", ABSENT], check=True, cwd=REPOSITORY)
 
 
 @pytest.mark.parametrize(("error", "said"), [

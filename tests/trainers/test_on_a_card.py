@@ -72,8 +72,7 @@ PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
         (PLAIN | {"pack_rows": True, "value": "shared", "gradient_checkpointing": True}, False),
         (PLAIN | {"value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"}, False),
         (PLAIN | {"gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"}, False),
-        (PLAIN | {"generation": "merged", "importance_sampling_cap": 2.0}, False),
-        (PLAIN | {"generation": "merged_graphs"}, False),
+        (PLAIN | {"generation": "merged_graphs", "importance_sampling_cap": 2.0}, False),
         (PLAIN | {"value": "shared", "generation": "merged_graphs"}, True),
     ],
     ids=[
@@ -81,7 +80,6 @@ PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
         "packed-and-checkpointing",
         "shared-and-full-kl",
         "checkpointing-and-bootstrap",
-        "merged",
         "graphs",
         "nf4-graphs",
     ],

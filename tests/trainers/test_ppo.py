@@ -84,38 +84,21 @@ def fresh_seed():
     return shared_base(fresh=True)
 
 
-def test_ppo_learns_a_rule(tmp_path):
+def test_ppo_learns_a_rule_and_the_kl_penalty_holds_the_policy_back(tmp_path):
     """A reward for the share of one token raises that share: the identity environment of language models."""
-    ours = trainer(
-        tmp_path,
-        fresh_seed(),
-        count_reward(7),
-        max_steps=40,
-        per_device_train_batch_size=16,
-        num_ppo_epochs=4,
-        learning_rate=2e-2,
-        kl_coef=0.0,
-        temperature=1.0,
-        eval_do_sample=True,
-    )
-    before, *_ = ours.evaluate_rollout(dataset(8))
-    ours.train()
-    after, *_ = ours.evaluate_rollout(dataset(8))
-    assert before["score"] < 0.2
-    assert after["score"] > 0.8
-    assert after["kl"] > 1.0
-
-
-def test_the_kl_penalty_holds_the_policy_back(tmp_path):
-    kls = []
+    kls = {}
     for kl_coef in (0.0, 5.0):
         ours = trainer(
-            tmp_path, fresh_seed(), count_reward(7), max_steps=15, per_device_train_batch_size=16, num_ppo_epochs=4,
+            tmp_path, fresh_seed(), count_reward(7), max_steps=25, per_device_train_batch_size=16, num_ppo_epochs=4,
             learning_rate=2e-2, kl_coef=kl_coef, temperature=1.0, eval_do_sample=True,
         )  # fmt: skip
+        before, *_ = ours.evaluate_rollout(dataset(8))
         ours.train()
-        kls.append(ours.evaluate_rollout(dataset(4))[0]["kl"])
-    assert kls[1] < 0.3 * kls[0]
+        after, *_ = ours.evaluate_rollout(dataset(8))
+        kls[kl_coef] = after["kl"]
+        if not kl_coef:
+            assert before["score"] < 0.2 and after["score"] > 0.8
+    assert kls[0.0] > 1.0 and kls[5.0] < 0.3 * kls[0.0]
 
 
 def test_sampling_follows_the_log_probabilities_that_the_update_uses(tmp_path):

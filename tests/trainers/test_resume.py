@@ -403,11 +403,17 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence(tmp_path):
         make(ppo, tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("stage", [sft_policy, ppo], ids=lambda stage: stage.__name__)
 @pytest.mark.parametrize(
-    "length", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 2}, {"max_steps": -1, "num_train_epochs": 1.8}],
-    ids=str,
-)  # fmt: skip
+    ("stage", "length"),
+    [
+        (sft_policy, {"max_steps": 4}),
+        (sft_policy, {"max_steps": -1, "num_train_epochs": 2}),
+        (sft_policy, {"max_steps": -1, "num_train_epochs": 1.8}),
+        (ppo, {"max_steps": 4}),
+        (ppo, {"max_steps": -1, "num_train_epochs": 1.8}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_run_that_is_done_goes_on_where_a_longer_one_is_asked_for(stage, length, tmp_path):
     epochs = 1.2 if length.get("num_train_epochs") == 1.8 else 1  # both of them two passes, as transformers counts
     shorter = {"max_steps": 2} if length["max_steps"] > 0 else {"max_steps": -1, "num_train_epochs": epochs}
