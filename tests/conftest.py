@@ -110,7 +110,7 @@ def llama3_checkpoint(tmp_path_factory) -> Path:
 
     tokenizer = tiny_runs.llama3_tokenizer()
     ends = tokenizer.convert_tokens_to_ids(["<|end_of_text|>", "<|eot_id|>"])
-    return tiny_runs.save_llama(tmp_path_factory.mktemp("llama3"), tokenizer, eos_token_id=ends)
+    return tiny_runs.save_llama(tmp_path_factory.mktemp("llama3"), tokenizer, eos_token_id=ends, num_hidden_layers=2)
 
 
 @pytest.fixture

@@ -69,12 +69,13 @@ _TINY = {
 ARCHITECTURES = tuple(_TINY)
 
 
-def tiny_model(architecture: str = "llama", *, size: int = 32) -> PreTrainedModel:
+def tiny_model(architecture: str = "llama", *, size: int = 32, layers: int = 2) -> PreTrainedModel:
     """A random float32 model of a few thousand weights. NF4 needs a size of 64 or more, the length of its blocks."""
     torch.manual_seed(0)
     model, config, settings = _TINY[architecture]
     wide = {name: settings[name] * size // 32 for name in ("hidden_size", "word_embed_proj_dim") if name in settings}
-    return model(config(**{**settings, **wide}, **SPECIAL)).eval()
+    depth = {name: layers for name in ("num_hidden_layers", "n_layer") if name in settings}
+    return model(config(**{**settings, **wide, **depth}, **SPECIAL)).eval()
 
 
 def lora(r: int = 4, **arguments: object) -> LoraConfig:

@@ -172,7 +172,7 @@ def save_llama(folder: Path, tokenizer: PreTrainedTokenizerFast, **changes) -> P
     """A random Llama for this tokenizer as a checkpoint folder."""
     torch.manual_seed(0)
     values = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

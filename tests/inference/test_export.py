@@ -51,7 +51,7 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
             # In weights and not in logits, which at some token of a random model hang on the last bit of one.
             assert bool(((weight - apart - delta).abs() <= 2**-7 * (apart.abs() + delta.abs())).all()), name
             changed += bool((weight != apart).any())
-    assert changed == 2 * 7
+    assert changed == 7
     assert all(torch.equal(value, base_weights[name]) for name, value in merged_weights.items())
     assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
     readable = [(tmp_path / name).stat().st_mode & 0o777 for name in (

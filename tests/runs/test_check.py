@@ -40,6 +40,12 @@ TRAINED_ON = "of these have a prompt that is trained on, too"
 LORA_PARAMETERS = 2 * 4096
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Of two layers, so that what is counted a layer shows."""
+    return save_llama(tmp_path_factory.mktemp("checkpoint"), byte_tokenizer(), num_hidden_layers=2)
+
+
 def role(report, name):
     return next(facts for facts in report.roles if facts.role == name)
 

@@ -26,6 +26,12 @@ from toolkit.runs.plan_report import PhaseTime
 from toolkit.trainers.trl_compat import HAS_PPO
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Of two layers, so that what is counted a layer shows."""
+    return save_llama(tmp_path_factory.mktemp("checkpoint"), byte_tokenizer(), num_hidden_layers=2)
+
+
 def phases(report):
     return {memory.phase: memory for memory in report.memory}
 

@@ -450,7 +450,7 @@ def test_what_the_last_evaluation_measured_is_not_measured_again(tmp_path, check
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluator, "__call__", counted)
         apart, once = run("apart"), run("once", eval_strategy="steps", eval_steps=2)
-        by = {"metric_for_best_model": "kl", "greater_is_better": True, "load_best_model_at_end": True}
+        by = {"metric_for_best_model": "kl", "greater_is_better": False, "load_best_model_at_end": True}
         best = run("best", eval_strategy="steps", eval_steps=1, **by)
     assert once[0]["after"] == apart[0]["after"] != once[0]["before"] and once[1] == apart[1]
     assert re.match("The weights are those of step [12] of 3", best[0]["ended"])

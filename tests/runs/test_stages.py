@@ -578,7 +578,7 @@ def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, stages_here, caps
     """By what no check before it can see: a checkpoint with a weight that is no number."""
     shutil.copytree(checkpoint, tmp_path / "odd")
     weights = load_file(checkpoint / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+    weights["model.layers.0.mlp.up_proj.weight"].fill_(float("nan"))
     save_file(weights, tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ToolkitError, match='stage "reward", which "ppo" needs, failed'):
         stages.run(chat_recipe(tmp_path, tmp_path / "odd"), "ppo")

@@ -101,16 +101,16 @@ class Counting:
 
 _OWN = {
     "llama": {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
     },
     "bert": {
-        "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 4, "initializer_range": 0.3, "classifier_dropout": 0.1,
     },
     # As OPT-350M: hidden states are projected to another size.
     "opt": {
-        "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64, "num_hidden_layers": 2,
+        "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64, "num_hidden_layers": 1,
         "num_attention_heads": 4, "init_std": 0.3, "do_layer_norm_before": False,
     },
 }  # fmt: skip

@@ -58,7 +58,7 @@ def _reward(folder: Path, model, data: Dataset, changes: dict):
 
 def _base(role: str, **head) -> SharedBase:
     def base() -> SharedBase:
-        base = SharedBase(tiny_model())
+        base = SharedBase(tiny_model(layers=1))
         base.add_role(role, lora(**DROPOUT), **head)
         return base
 
@@ -66,7 +66,7 @@ def _base(role: str, **head) -> SharedBase:
 
 
 def _base_of_ppo(value: str) -> SharedBase:
-    base = SharedBase(tiny_model())
+    base = SharedBase(tiny_model(layers=1))
     base.add_role("policy", lora(**DROPOUT))
     base.add_role("reference")
     base.add_role("value", None if value == "shared" else lora(**DROPOUT))
@@ -75,14 +75,14 @@ def _base_of_ppo(value: str) -> SharedBase:
 
 
 def _base_of_q() -> SharedBase:
-    base = SharedBase(tiny_model())
+    base = SharedBase(tiny_model(layers=1))
     add_q_roles(base, lora(**DROPOUT), bound=QBound())
     base.add_role("reference")
     return base
 
 
 def sft_model(folder: Path, **changes):
-    model = tiny_model("gpt2")  # tied embeddings
+    model = tiny_model("gpt2", layers=1)  # tied embeddings
     model.config.resid_pdrop = model.transformer.drop.p = 0.1
     return _sft(folder, model, 12, changes)
 
@@ -123,11 +123,11 @@ def ppo_shared_adaptive(folder: Path, **changes):
 
 def ppo_own_value(folder: Path, **changes):
     """A critic on a base of its own, all of whose weights train, and an optimizer that keeps its state in 8 bits."""
-    base = SharedBase(tiny_model())
+    base = SharedBase(tiny_model(layers=1))
     base.add_role("policy", lora(r=64, **DROPOUT))  # large enough to be kept in 8 bits
     base.add_role("reference")
     base.add_role("reward", lora())
-    settings = tiny_model("gpt2").config
+    settings = tiny_model("gpt2", layers=1).config
     settings.num_labels = 1
     base.place_value(ValueModel(AutoModelForSequenceClassification.from_config(settings), None))
     randomize(base, "policy", "reward")
