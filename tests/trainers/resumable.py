@@ -110,7 +110,7 @@ def reward_model_classes(folder: Path, **changes):
 def ppo(folder: Path, reward=None, **changes):
     value = changes.get("value", "separate")
     base = made_once(("resumable ppo", value), partial(_base_of_ppo, value))
-    settings = {**COMMON, "num_ppo_epochs": 2, "num_mini_batches": 2, **changes}
+    settings = {**COMMON, "num_ppo_epochs": 1, "num_mini_batches": 2, **changes}
     made = ppo_trainer(folder, base, reward, **settings)
     made.add_callback(MetricsFile(folder / "metrics.jsonl"))
     return made
@@ -139,7 +139,7 @@ def ppo_own_value(folder: Path, **changes):
 
 def ppo_gathered(folder: Path, **changes):
     """Updates of three batches, from passes of four."""
-    return ppo(folder, **{"rollouts_per_update": 3, "num_ppo_epochs": 1, **changes})
+    return ppo(folder, **{"rollouts_per_update": 3, **changes})
 
 
 def q(folder: Path, **changes):

@@ -66,7 +66,8 @@ from toolkit.trainers.ppo import PPOTrainer
 @pytest.mark.smoke
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
 def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
-    whole = make(stage, tmp_path / "whole")
+    changes = {"num_ppo_epochs": 2} if stage in (ppo, ppo_shared_adaptive) else {}
+    whole = make(stage, tmp_path / "whole", **changes)
     start = weights(whole)
     whole.train()
     final = weights(whole)
@@ -78,7 +79,7 @@ def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
         shutil.copytree(tmp_path / "whole", folder)  # moved, and with what was written after that step
         for later in range(step + 1, STEPS + 1):
             shutil.rmtree(folder / f"checkpoint-{later}")
-        again = make(stage, folder)
+        again = make(stage, folder, **changes)
         disturb()
         again.train(resume_from_checkpoint=True)
         assert_same(final, weights(again))
@@ -347,15 +348,16 @@ def test_a_line_of_metrics_is_of_its_pass_where_a_signal_came_in_the_last_step_o
 
 @pytest.mark.parametrize("stage", [sft_policy, ppo])
 def test_a_signal_after_the_last_step_stops_what_would_come_next_where_all_is_saved(stage, tmp_path):
-    made = make(stage, tmp_path / "saved")
-    made.add_callback(Ask("on_save", 6))
-    with pytest.raises(RunInterrupted, match=r"stopped by SIGTERM after step 6 of 6; .*checkpoint-6"):
+    last = 3 if stage is sft_policy else 2  # at the end of a pass, and within one
+    made = make(stage, tmp_path / "saved", max_steps=last)
+    made.add_callback(Ask("on_save", last))
+    with pytest.raises(RunInterrupted, match=rf"stopped by SIGTERM after step {last} of {last}; .*checkpoint-{last}"):
         made.train()
-    again = make(stage, tmp_path / "saved")
+    again = make(stage, tmp_path / "saved", max_steps=last)
     again.train(resume_from_checkpoint=True)
     assert_same(weights(made), weights(again))
-    unsaved = make(stage, tmp_path / "unsaved", save_strategy="no")
-    unsaved.add_callback(Ask("on_train_end", 6))
+    unsaved = make(stage, tmp_path / "unsaved", max_steps=last, save_strategy="no")
+    unsaved.add_callback(Ask("on_train_end", last))
     unsaved.train()  # what a stop would lose
     assert_same(weights(made), weights(unsaved))
     assert not list((tmp_path / "unsaved").glob("checkpoint-*"))
@@ -390,13 +392,13 @@ def test_evaluation_leaves_the_random_states(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_sentence(tmp_path):
-    make(ppo, tmp_path).train()
-    state = tmp_path / f"checkpoint-{STEPS}" / "state.safetensors"
+    make(ppo, tmp_path, max_steps=2).train()
+    state = tmp_path / "checkpoint-2" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1] + b"x")
-    again = make(ppo, tmp_path)
-    with pytest.warns(UserWarning, match=r"checkpoint-6 is skipped: state.safetensors is damaged"):
+    again = make(ppo, tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match=r"checkpoint-2 is skipped: state.safetensors is damaged"):
         again.train(resume_from_checkpoint=True)
-    assert again.resumed_at == (STEPS - 1,)
+    assert again.resumed_at == (1,)
     with pytest.raises(CheckpointError, match=r"checkpoint-99 is no whole checkpoint: it has no manifest"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
     with pytest.raises(CheckpointError, match="holds no whole checkpoint to go on from"):
@@ -614,11 +616,12 @@ def test_so_is_one_whose_files_have_other_keys(stage, over, tmp_path):
     needed = {"random", "stopped_early", "seconds", "resumed_at", "own", "skipped", "settings"}
     needed |= set() if over else {"optimizer", "scheduler", "scaler"}
     cases |= {f"{ANOTHER_VERSION}KeyError '{key}'": ("state.json", without(key)) for key in needed}
+    asked = make(stage, tmp_path / "asked", max_steps=1 if over else 2)
     for number, (says, (name, change)) in enumerate(cases.items()):
         shutil.copytree(tmp_path / "whole", folder := tmp_path / str(number))
         change_sealed(folder / "checkpoint-1", name, change)
         with pytest.raises(CheckpointError, match=says):
-            make(stage, folder, max_steps=1 if over else 2).train(resume_from_checkpoint=True)
+            asked.train(resume_from_checkpoint=folder / "checkpoint-1")
 
 
 def test_so_is_the_best_of_them(tmp_path):
@@ -717,20 +720,20 @@ def test_a_checkpoint_that_is_refused_changes_nothing(tmp_path):
 
 
 def test_a_reward_that_fails_on_another_course_is_not_saved_by_what_stood_there(tmp_path):
-    make(ppo, tmp_path).train()
-    again, read = make(ppo, tmp_path, save_strategy="no"), count_reward(5)
+    make(ppo, tmp_path, max_steps=3).train()
+    again, read = make(ppo, tmp_path, max_steps=3, save_strategy="no"), count_reward(5)
 
     def fails(rollout):
-        if again.state.global_step == 4:
+        if again.state.global_step == 2:
             raise ValueError("no score today")
         return read(rollout)
 
     again.reward = fails  # and so another course
-    with pytest.raises(RewardError, match="All up to update 4 is saved"):
-        again.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
-    assert newest_whole(tmp_path, say=print).name == "checkpoint-4" and (tmp_path / "abandoned-checkpoint-4").is_dir()
-    resumed = make(ppo, tmp_path)
-    resumed.load_checkpoint(tmp_path / "checkpoint-4")
+    with pytest.raises(RewardError, match="All up to update 2 is saved"):
+        again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert newest_whole(tmp_path, say=print).name == "checkpoint-2" and (tmp_path / "abandoned-checkpoint-2").is_dir()
+    resumed = make(ppo, tmp_path, max_steps=3)
+    resumed.load_checkpoint(tmp_path / "checkpoint-2")
     assert_same(weights(again), weights(resumed))
 
 
@@ -817,10 +820,10 @@ def test_a_state_that_cannot_be_saved_is_known_after_the_first_update(tmp_path):
 
 
 def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
-    whole = make(ppo, tmp_path / "whole", reward=RunningMean())
+    whole = make(ppo, tmp_path / "whole", reward=RunningMean(), max_steps=3)
     whole.train()
-    again = make(ppo, tmp_path / "again", reward=RunningMean())
-    again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-3")
+    again = make(ppo, tmp_path / "again", reward=RunningMean(), max_steps=3)
+    again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
     assert_same(weights(whole), weights(again))
     assert again.reward.state_dict() == whole.reward.state_dict()
     module = torch.nn.Linear(1, 1)
@@ -837,13 +840,11 @@ def test_a_reward_whose_file_has_changed_is_told_of(role, tmp_path):
     def made(text):
         file.write_text(text)
         scores = WeightedSum({"a": load_function(f"{file}:rule")})
-        ours = make(ppo, tmp_path / "run", **({"reward": scores} if role == "reward" else {}))
+        ours = make(ppo, tmp_path / "run", max_steps=2, **({"reward": scores} if role == "reward" else {}))
         setattr(ours, role, scores)
         return ours
 
-    first = made(body.format(1.0))
-    first.args.max_steps = first.total_updates = 2
-    first.train()
+    made(body.format(1.0)).train()
     with pytest.warns(UserWarning, match="checkpoint-1 was written with another version of own.py"):
         made(body.format(2.0)).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
     with warnings.catch_warnings(record=True) as told:
@@ -916,7 +917,7 @@ def test_processes_that_hold_other_weights_are_found(tmp_path, monkeypatch):
         made._check_equal()
 
 
-@pytest.mark.parametrize(("rollouts", "good_calls"), [(1, 0), (2, 3), (2, 4)])
+@pytest.mark.parametrize(("rollouts", "good_calls"), [(1, 0), (2, 3)])
 def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp_path):
     """Nothing had been saved; a part that changes had already seen the rollout that it failed on."""
     calls = 0
@@ -930,7 +931,7 @@ def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp
 
     def made(name, **parts):
         reward = WeightedSum({"mean": RunningMean(), **parts})
-        settings = {"save_strategy": "no", "rollouts_per_update": rollouts, "max_steps": 3}
+        settings = {"save_strategy": "no", "rollouts_per_update": rollouts, "max_steps": 2}
         return make(ppo, tmp_path / name, reward=reward, **settings)
 
     cut, step = made("cut", server=down), good_calls // rollouts
@@ -1089,16 +1090,9 @@ def test_a_best_that_is_not_measured_is_told_by_its_name(stage, tmp_path):
         made.train()
 
 
-class StopAfterFour(TrainerCallback):
-    """Ends the loop early, with a checkpoint, as a user's own callback might."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = control.should_training_stop or state.global_step == 4
-
-
 def test_callbacks_and_the_best_checkpoint_go_on(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1,
-                "metric_for_best_model": "score"}  # fmt: skip
+                "metric_for_best_model": "score", "max_steps": 4}  # fmt: skip
 
     def made(folder):
         trainer = make(ppo, folder, **settings)
@@ -1109,9 +1103,9 @@ def test_callbacks_and_the_best_checkpoint_go_on(tmp_path):
     whole.train()
     best = whole.state.best_global_step
     kept = {path.name for path in (tmp_path / "whole").glob("checkpoint-*")}
-    assert kept == {f"checkpoint-{best}", f"checkpoint-{STEPS}"}
+    assert kept == {f"checkpoint-{best}", "checkpoint-4"}
     half = made(tmp_path / "half")
-    half.add_callback(StopAfterFour())
+    half.add_callback(Stops())
     half.train()
     (tmp_path / "half").rename(tmp_path / "moved")
     again = made(tmp_path / "moved")
@@ -1163,10 +1157,10 @@ def test_the_custom_loop_saves_and_goes_on(tmp_path):
 def test_the_deterministic_switch_runs_all_of_it(tmp_path):
     """On a GPU `full_determinism` makes two runs equal; here it shows that every operation has such a kernel."""
     try:
-        made = make(ppo, tmp_path / "whole", full_determinism=True)
+        made = make(ppo, tmp_path / "whole", full_determinism=True, max_steps=3)
         made.train()
         assert torch.are_deterministic_algorithms_enabled()
-        again = make(ppo, tmp_path / "whole", full_determinism=True)
+        again = make(ppo, tmp_path / "whole", full_determinism=True, max_steps=3)
         again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
         assert_same(weights(made), weights(again))
     finally:
@@ -1178,9 +1172,9 @@ def test_state_without_a_part_shows(tmp_path):
     another learning rate.
     """
     whole = make(ppo_shared_adaptive, tmp_path / "whole")
-    whole.add_callback(StopAfterFour())
+    whole.add_callback(Stops())
     whole.train()
-    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    checkpoint = tmp_path / "whole" / "checkpoint-1"
 
     def resumed_without(forget) -> bool:
         again = make(ppo_shared_adaptive, tmp_path / "whole")
@@ -1195,7 +1189,7 @@ def test_state_without_a_part_shows(tmp_path):
         batch = next(iter(again.dataloader))
         responses = again.generate(batch)
         again.step(batch, responses, again.score(batch, responses))
-        assert again.state.global_step == whole.state.global_step == 4
+        assert again.state.global_step == whole.state.global_step == 2
         final, rates = weights(whole), [made.optimizer.param_groups[0]["lr"] for made in (whole, again)]
         return rates[0] == rates[1] and all(torch.equal(final[name], p) for name, p in weights(again).items())
 

@@ -200,7 +200,7 @@ SGD = {"optim": "sgd", "learning_rate": 1e-2, "max_steps": 3, "save_strategy": "
 def test_the_best_model_is_put_back_in_every_process(two, tmp_path):
     best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3, "save_steps": 1}
     best |= {"metric_for_best_model": "eval_score", "greater_is_better": False, "learning_rate": 0.3}
-    best |= {"lr_scheduler_type": "constant"}
+    best |= {"lr_scheduler_type": "constant", "num_ppo_epochs": 2}
     (history, _, one), (_, _, other) = two(trained_together, tmp_path / "two", "ppo", best)
     scores = [row["eval_score"] for row in history if "eval_score" in row]
     step = scores.index(min(scores)) + 1
@@ -248,15 +248,16 @@ def test_what_three_steps_of_adamw_change(stage, two, tmp_path):
     assert np.linalg.norm(change(one, stage) - alone) <= 1e-3 * np.linalg.norm(alone) > 0
 
 
-FEW = {**SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
-SHORT = {**SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+TWO = {**SGD, "max_steps": 2}
+FEW = {**TWO, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+SHORT = {**TWO, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 
 
 @pytest.mark.parametrize(
     ("stage", "changes"),
-    [("ppo", FEW), ("sft_policy", SHORT), ("q", {**SGD, "gradient_accumulation_steps": 3}), ("reward_pairs", SGD)],
+    [("ppo", FEW), ("sft_policy", SHORT), ("q", {**TWO, "gradient_accumulation_steps": 3}), ("reward_pairs", SGD)],
 )
-def test_three_steps_where_rows_do_not_divide_or_do_not_suffice(stage, changes, four, tmp_path):
+def test_steps_where_rows_do_not_divide_or_do_not_suffice(stage, changes, four, tmp_path):
     history, weights, _ = trained(tmp_path, stage, changes)
     (divided, found, digest), *others = four(trained, tmp_path, stage, changes)
     assert [digest] * 3 == [other for *_, other in others]
@@ -335,8 +336,8 @@ class _Signal(TrainerCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def stopped(folder, stage, rank):
-    made = resumable.make(getattr(resumable, stage), Path(folder), save_steps=100)
+def stopped(folder, stage, rank, steps):
+    made = resumable.make(getattr(resumable, stage), Path(folder), save_steps=100, max_steps=steps)
     made.add_callback(_Signal(rank))
     try:
         made.train()
@@ -366,7 +367,8 @@ class _Asks(TrainerCallback):
 def asked_for(folder, stage, what, event):
     """The last step, where it is in its pass, the steps that were evaluated and those that were saved."""
     never = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
-    made = resumable.make(getattr(resumable, stage), Path(folder), **never)
+    steps = 3 if event == "step" else 5  # after a pass of four
+    made = resumable.make(getattr(resumable, stage), Path(folder), max_steps=steps, **never)
     made.add_callback(_Asks(what, event))
     made.train()
     rows = made.state.log_history
@@ -381,9 +383,9 @@ def asked_for(folder, stage, what, event):
     [
         ("reward_pairs", "should_training_stop", "step", (2, 2 / 3, [], [], [])),
         ("ppo", "should_training_stop", "step", (2, 1 / 2, [], [], [])),
-        ("reward_pairs", "should_save should_evaluate should_log", "step", (6, 2.0, [2], [2], ["checkpoint-2"])),
-        ("ppo", "should_save", "step", (6, 3 / 2, [], [], ["checkpoint-2"])),
-        ("ppo", "should_evaluate", "pass", (6, 3 / 2, [4], [], [])),
+        ("reward_pairs", "should_save should_evaluate should_log", "step", (3, 1.0, [2], [2], ["checkpoint-2"])),
+        ("ppo", "should_save", "step", (3, 3 / 4, [], [], ["checkpoint-2"])),
+        ("ppo", "should_evaluate", "pass", (5, 5 / 4, [4], [], [])),
     ],
 )
 def test_what_a_callback_asks_for_in_one_all_do(stage, what, event, expected, two, tmp_path):
@@ -425,36 +427,28 @@ def goes_on_with_fewer_rows(folder, stage):
     return type(refused.value).__name__
 
 
-def reports(folder, stage):
-    made = resumable.make(getattr(resumable, stage), Path(folder))
-    made.train(resume_from_checkpoint=True)
-    return made.state.is_world_process_zero, made.state.is_local_process_zero
-
-
-@pytest.mark.parametrize(("stage", "times"), [("reward_pairs", 2), ("ppo", 1)])
-def test_one_of_several_reports_of_a_run_that_goes_on(stage, times, two, tmp_path):
-    """A checkpoint is the main one's. Once stopped, and where it has all its steps behind it."""
-    two(stopped, tmp_path, stage, 1)
-    assert two(goes_on_with_fewer_rows, tmp_path, stage) == ["CheckpointError", "PeerError"]  # told once
-    for _ in range(times):
-        assert two(reports, tmp_path, stage) == [(True, True), (False, False)]
-
-
-def goes_on(folder, stage, resume):
-    """With dropout, of a run that is whole or goes on."""
+def goes_on(folder, stage, resume, steps=resumable.STEPS):
+    """With dropout, of a run that is whole or goes on; and whether this process is the one that reports."""
     resumable.disturb()
-    made = resumable.make(getattr(resumable, stage), Path(folder))
+    made = resumable.make(getattr(resumable, stage), Path(folder), max_steps=steps)
     made.train(resume_from_checkpoint=resume)
-    return made.state.global_step, digest_of(made)
+    state = made.state
+    return state.global_step, digest_of(made), state.is_world_process_zero, state.is_local_process_zero
 
 
-@pytest.mark.parametrize(("stage", "rank"), [("reward_pairs", 0), ("ppo", 1)])
-def test_a_signal_to_one_stops_all_at_the_same_step_and_the_run_goes_on_to_the_same_bits(stage, rank, two, tmp_path):
-    stops = two(stopped, tmp_path / "stopped", stage, rank)
+@pytest.mark.parametrize(("stage", "rank", "times"), [("reward_pairs", 0, 2), ("ppo", 1, 1)])
+def test_a_signal_to_one_stops_all_at_the_same_step_and_the_run_goes_on_to_the_same_bits(
+    stage, rank, times, two, tmp_path
+):
+    """Once stopped, and where all its steps are behind it; one reports, though the checkpoint is the main one's."""
+    stops = two(stopped, tmp_path / "stopped", stage, rank, resumable.STEPS)
     assert stops[0] == stops[1] and stops[0][0] == 2 and "stopped by SIGTERM after step 2 of 6" in stops[0][1]
     whole = two(goes_on, tmp_path / "whole", stage, None)
-    assert whole[0] == whole[1]  # each with dropout of its own
-    assert two(goes_on, tmp_path / "stopped", stage, True) == whole
+    assert whole[0][:2] == whole[1][:2]  # each with dropout of its own
+    assert [one[2:] for one in whole] == [(True, True), (False, False)]
+    assert two(goes_on_with_fewer_rows, tmp_path / "stopped", stage) == ["CheckpointError", "PeerError"]  # told once
+    for _ in range(times):
+        assert two(goes_on, tmp_path / "stopped", stage, True) == whole
 
 
 def goes_on_saying(folder):
@@ -462,7 +456,7 @@ def goes_on_saying(folder):
     resumable.disturb()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        made = resumable.make(resumable.ppo, Path(folder), logging_steps=1)
+        made = resumable.make(resumable.ppo, Path(folder), logging_steps=1, max_steps=3)
         made.train(resume_from_checkpoint=True)
     if processes.is_main():
         rows = [json.loads(line) for line in (Path(folder) / "rollouts.jsonl").read_text().splitlines()]
@@ -472,7 +466,7 @@ def goes_on_saying(folder):
 
 
 def test_another_number_goes_on_as_one_would_and_says_so(two, four, tmp_path):
-    two(stopped, tmp_path / "two", "ppo", 1)
+    two(stopped, tmp_path / "two", "ppo", 1, 3)
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     main, *others = four(goes_on_saying, tmp_path / "two")
     assert [digest for digest, *_ in others] == [main[0]] * 3
@@ -755,7 +749,7 @@ def fails_late(folder):
             raise ValueError("no score today")
         return count_reward(7)(rollout)
 
-    made = resumable.make(resumable.ppo, Path(folder), reward=reward, save_strategy="no")
+    made = resumable.make(resumable.ppo, Path(folder), reward=reward, save_strategy="no", max_steps=4)
     try:
         made.train()
     except ToolkitError as error:
@@ -766,7 +760,7 @@ def test_a_reward_that_fails_leaves_the_run_saved(two, tmp_path):
     main, other = two(fails_late, tmp_path)
     assert main[:2] == (2, "RewardError") and other[:2] == (2, "PeerError")
     assert "All up to update 2 is saved" in main[2]
-    assert two(goes_on, tmp_path, "ppo", True)[0][0] == resumable.STEPS
+    assert two(goes_on, tmp_path, "ppo", True, 4)[0][0] == 4
 
 
 def fails_late_in_one(folder, rank):
