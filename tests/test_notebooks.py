@@ -17,6 +17,7 @@ SMALL_LLAMA = [
 
 SMALL_REWARDS = [
     "ppo.max_steps=1", "ppo.response_length=6", "ppo.per_device_train_batch_size=4", "ppo.num_mini_batches=1",
+    "data.validation_size=6",
 ]  # fmt: skip
 
 

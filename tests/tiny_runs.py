@@ -197,6 +197,7 @@ def chat_recipe(folder, checkpoint, *overrides, name="chat", **sections):
         "reward": {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"},
         "ppo": {
             "max_steps": 2,
+            "num_ppo_epochs": 1,
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 2,
             "response_length": 6,

@@ -21,8 +21,8 @@ from toolkit.trainers.guards import Watch
 RULE = {"kind": "function", "function": "statistics:fmean"}
 EVALUATED = {**SAVING, "eval_strategy": "steps", "eval_steps": 1}
 PPO = {
-    "max_steps": 3, "per_device_train_batch_size": 2, "response_length": 6, "logging_steps": 1, "learning_rate": 3e-2,
-    **EVALUATED,
+    "max_steps": 3, "num_ppo_epochs": 1, "per_device_train_batch_size": 2, "response_length": 6, "logging_steps": 1,
+    "learning_rate": 3e-2, **EVALUATED,
 }  # fmt: skip
 
 

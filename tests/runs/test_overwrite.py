@@ -25,8 +25,8 @@ from toolkit.spec.load import load
 from toolkit.trainers.resume import ResumableTrainer
 
 RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
-SAVING = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4, "save_strategy": "steps",
-          "save_steps": 1, "logging_steps": 1}  # fmt: skip
+SAVING = {"max_steps": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 2, "response_length": 4,
+          "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}  # fmt: skip
 
 
 def recipe_of(tmp_path, checkpoint, *overrides, reward=None, name="chat"):

@@ -485,7 +485,8 @@ def test_an_adapter_of_a_sum_that_cannot_be_had(checkpoint, tmp_path):
     before = identity_of(started)
     save_level(folders[0], [2.0])
     assert identity_of(started) != before
-    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    saving = {"max_steps": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 2, "response_length": 4,
+              "save_strategy": "steps", "save_steps": 1}  # fmt: skip
     begun = recipe(*named[:2], ppo=saving)
     assert "reward" not in [source.role for source in begun.plan.stages["ppo"].roles]
     stages.run(begun, "ppo")

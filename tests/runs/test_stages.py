@@ -355,7 +355,7 @@ def test_the_list_of_recipes_and_the_version():
 @pytest.mark.parametrize("value", ["separate", "shared"])
 def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint, monkeypatch):
     monkeypatch.setattr(saved_roles, "FEWEST_SCORES", 12)  # the six pairs have as many
-    overrides = ["ppo.value=shared"] if value == "shared" else ["start.value=reward"]
+    overrides = ["ppo.num_ppo_epochs=2", "ppo.value=shared" if value == "shared" else "start.value=reward"]
     adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
     if value == "shared":
         del adapters["value"]
