@@ -45,7 +45,8 @@ RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
 
 def chat(tmp_path, checkpoint, *, reward=None, name="chat", **changes):
     """A recipe of ppo by a rule, which needs no stage before it; or by a reward that is trained."""
-    ppo = {"max_steps": 3, "per_device_train_batch_size": 2, "response_length": 6, "logging_steps": 1, **SAVING}
+    ppo = {"max_steps": 3, "num_ppo_epochs": 1, "per_device_train_batch_size": 2, "response_length": 6,
+           "logging_steps": 1, **SAVING}  # fmt: skip
     scorer = {} if reward else {"scorer": RULE}
     return chat_recipe(tmp_path, checkpoint, reward=reward, ppo={**ppo, **changes}, name=name, **scorer)
 
@@ -79,7 +80,7 @@ def test_other_held_out_rows_are_found_before_anything_is_trained(tmp_path, chec
     lines = PAIRS.read_text(encoding="utf-8").splitlines()
     held_out.write_text("\n".join(lines[:4]), encoding="utf-8")
     data = {"task": "preferences", "train": str(PAIRS), "validation": str(held_out)}
-    ppo = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4, **SAVING}
+    ppo = {"max_steps": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 2, "response_length": 4, **SAVING}
 
     def recipe_now():
         return chat_recipe(tmp_path, checkpoint, data=data, reward=None, scorer=RULE, ppo=ppo)
@@ -143,7 +144,8 @@ def test_a_finished_stage_that_cannot_go_on_is_finished_still(tmp_path, checkpoi
     data = {"task": "preferences", "train": str(path), "validation": str(PAIRS), "max_validation_rows": 6}
 
     def recipe_of(**changes):
-        ppo = {"per_device_train_batch_size": 2, "response_length": 6, "lr_scheduler_type": "constant", **SAVING}
+        ppo = {"num_ppo_epochs": 1, "per_device_train_batch_size": 2, "response_length": 6,
+               "lr_scheduler_type": "constant", **SAVING}  # fmt: skip
         return chat_recipe(tmp_path, checkpoint, data=data, reward=None, scorer=RULE, ppo={**ppo, **changes})
 
     recipe = recipe_of(max_steps=2)
@@ -509,8 +511,8 @@ def test_a_run_that_was_made_too_long_goes_back_to_what_has_been_done(tmp_path, 
     assert stages.run(four, "ppo", resume=True)["resumed_at"] == [2, 4]
 
 
-def test_a_stage_before_it_is_made_longer_too(tmp_path, checkpoint, monkeypatch):
-    """In a process of its own, which must not find the shorter one's result; if it fails, that stands."""
+def test_a_stage_before_it_is_made_longer_too(tmp_path, checkpoint, stages_here, monkeypatch):
+    """By a command of its own, which must not find the shorter one's result; if it fails, that stands."""
     recipe = chat(tmp_path, checkpoint, reward=REWARD)
     result = stages.run(recipe, "reward")
     before = {name: (recipe.folder / name).read_bytes() for name in OF_REWARD}
@@ -664,29 +666,41 @@ def test_trl_s_own_loop_saves_no_checkpoints_and_says_so(tmp_path, checkpoint):
         stages.run(recipe, "ppo", resume=True)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
-    """The stage is a child of the command: SIGTERM goes to the parent alone, Ctrl-C to both."""
-    longer = ["sft.max_steps=100000" if one.startswith("sft.max_steps=") else one for one in SMALL]  # it is stopped
-    arguments = ("reward", "doubling", *longer, "--run", "cut")
+def saving(stage, tmp_path):
+    """A command whose sft, which it would be long at, has saved; and its words."""
+    longer = ["sft.max_steps=100000" if one.startswith("sft.max_steps=") else one for one in SMALL]
+    arguments = (stage, "doubling", *longer, "--run", "cut")
     process = begun(*arguments, cwd=tmp_path)
-    run = tmp_path / "runs" / "cut"
-    while not checkpoint_folders(run / "sft"):
+    while not checkpoint_folders(tmp_path / "runs" / "cut" / "sft"):
         assert process.is_alive(), ended(process, tmp_path)
         time.sleep(0.01)
+    return process, arguments
+
+
+def assert_stopped(process, arguments, number, tmp_path):
+    done = ended(process, tmp_path)
+    said = done.stderr
+    assert done.returncode == 128 + number, said
+    assert f"sft stopped by {number.name} after step" in said and "everything is saved in" in said
+    assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
+    assert said.count("To go on") == 1 and "Traceback" not in said and "Warning" not in said
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
+def test_a_signal_to_the_command_reaches_the_stage_that_runs(tmp_path):
+    """The stage is a child of the command: SIGTERM goes to the parent alone."""
+    process, arguments = saving("reward", tmp_path)
+    run = tmp_path / "runs" / "cut"
     # The run is the stage's, an interpreter of its own.
     assert owner_of(run)["pid"] not in (process.pid, os.getpid())
     with pytest.raises(RecipeError, match="is in use: process"):
         acquire(run)
-    if number == signal.SIGTERM:
-        process.terminate()
-    else:
-        os.killpg(process.pid, number)
-    done = ended(process, tmp_path)
-    said = done.stderr
-    assert done.returncode == 128 + number, said
-    # Without a terminal the command passes Ctrl-C on as SIGTERM, which may come to the stage before Ctrl-C itself.
-    assert re.search(rf"sft stopped by ({number.name}|SIGTERM) after step", said) and "everything is saved in" in said
-    assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
-    assert said.count("To go on") == 1 and "Traceback" not in said and "Warning" not in said
+    process.terminate()
+    assert_stopped(process, arguments, signal.SIGTERM, tmp_path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no group of processes to send it to")
+def test_ctrl_c_stops_a_command(tmp_path):
+    process, arguments = saving("sft", tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    assert_stopped(process, arguments, signal.SIGINT, tmp_path)
