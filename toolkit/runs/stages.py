@@ -166,7 +166,7 @@ def prepared(
     `trainer_class`.
     """
     recipe = replace(recipe)  # its rows are read anew: a file may have been mended since an earlier trainer
-    with writers.earlier_comes_back(recipe, stage), _kept_whole(recipe, stage, **way):
+    with writers.earlier_stays(recipe, stage), _kept_whole(recipe, stage, **way):
         if way.get("resume") and processes.by_main(lambda: finished(recipe, stage)) is not None:
             wrong = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
             longer = f"A larger {stage}.max_steps makes it longer."
@@ -177,7 +177,6 @@ def prepared(
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(given), **way)
         with _result_comes_back(recipe, stage, trains=False, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
-            writers.take_from_earlier(recipe.stage_folder(stage))
             for sentence in about_stage(recipe, stage):
                 say(sentence)
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())

@@ -17,7 +17,8 @@ _WRITES = ("train", "step", "evaluate", "log", "save_checkpoint", "save_model")
 
 
 def give(folder: Path, trainer: Any) -> None:
-    """A stage's folder is this trainer's, as long as it is there."""
+    """A stage's folder is this trainer's, as long as it is there, and no earlier one's."""
+    take_from_earlier(folder)
     _trainers[folder.resolve()] = trainer
 
 
@@ -56,22 +57,16 @@ def _take(folder: Path, wrong: str, remedy: str) -> None:
 
 
 @contextmanager
-def earlier_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
-    """Where an error or a stop ends the making of a later trainer, and the run's recipe is as it was, the earlier one
-    may write to it again, as where a cell was run twice by mistake."""
+def earlier_stays(recipe: Recipe, stage: str) -> Iterator[None]:
+    """Where an error or a stop ends the making of a later trainer, as where a cell was run twice by mistake, the
+    earlier one may still write: unless the run has another recipe by then, or what both were to replace is back."""
     folder, path = recipe.stage_folder(stage).resolve(), recipe.folder / RECIPE_FILE
-    earlier = _trainers.get(folder)
-    was = path.read_bytes() if earlier is not None and path.is_file() else None
-    own = {name: value for name, value in (vars(earlier) if earlier is not None else {}).items() if name in _WRITES}
+    was = path.read_bytes() if folder in _trainers and path.is_file() else None
     try:
         yield
     except BaseException:
-        if earlier is not None and folder not in _trainers:
-            for name in _WRITES:
-                vars(earlier).pop(name, None)
-            vars(earlier).update(own)
-            _trainers[folder] = earlier
-            if (folder / RESULT_FILE).is_file():  # what both were to replace
+        if folder in _trainers:
+            if (folder / RESULT_FILE).is_file():
                 take_from_finished(recipe, [stage])
             elif not path.is_file() or path.read_bytes() != was:
                 take_from_earlier(folder)
