@@ -3,6 +3,7 @@
 import errno
 import json
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -27,32 +28,19 @@ def test_a_reward_has_no_state_of_a_batch_that_is_not_written(tmp_path, checkpoi
     path, written = tmp_path / "responses.jsonl", []
     monkeypatch.setattr(collect.build, "make_reward", lambda *_: Counting())
 
-    def full(file, rows):
-        if written:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(file)
-        append(file, rows)
+    def full(file, mode="r", **how):
+        if mode == "a":
+            if written:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written.append(file)
+        return opened(file, mode, **how)
 
-    append = collect.append_jsonl
-    with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=r"No space left .*Make room, then go on"):
-        patch.setattr(collect, "append_jsonl", full)
+    opened = Path.open
+    with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=r"No space left .*Make room"):
+        patch.setattr(Path, "open", full)
         collect.collect(recipe, path)
     assert collect.collect(recipe, path)["responses"] == 6
     assert [row["rewards"][-1] for row in read_jsonl(path)] == [1, 1, 2, 2, 3, 3]  # its calls, as it counts them
-
-
-def test_a_file_that_cannot_be_read_is_not_called_one_that_cannot_be_written(tmp_path, checkpoint, monkeypatch):
-    few = {"response_length": 4, "batch_size": 2, "max_prompts": 6}
-    recipe = chat_recipe(tmp_path, checkpoint, collect=few, **BY_RULE)
-
-    def refused(*_):
-        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "reward" / "adapter_config.json"))
-
-    out = tmp_path / "out"
-    out.mkdir()
-    monkeypatch.setattr(collect.build, "make_reward", refused)
-    with pytest.raises(PermissionError, match="adapter_config.json"):
-        collect.collect(recipe, out / "responses.jsonl")
 
 
 def test_a_prompt_that_fills_the_positions_is_found_before_the_first_batch(tmp_path, checkpoint):

@@ -5,7 +5,6 @@ entry a token of the response, null where no reward is given: here the score, at
 """
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,8 +28,8 @@ from toolkit.checkpoints import (
     write_state,
 )
 from toolkit.data import Rollout
-from toolkit.disk import delete_written, sync
-from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError
+from toolkit.disk import delete_written, sync, writing
+from toolkit.errors import CheckpointError, RunInterrupted
 from toolkit.functional import standard_error
 from toolkit.reports import Progress, append_jsonl, count_lines, iter_jsonl, keep_lines, read_json, write_json
 from toolkit.rewards import DenseScores, Scores, score_with, state_of
@@ -41,6 +40,7 @@ from toolkit.spec.recipe import Recipe
 from toolkit.trainers.same_run import check_alike, check_frozen, check_same_run, frozen_digests, identity
 
 BEGUN_FILE = "begun_with.json"  # beside the partial file
+_WAY_ON = "Make room, then go on with $resume."
 
 
 def partial_file(folder: Path) -> Path:
@@ -77,61 +77,55 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     number = min(len(prompts), settings.max_prompts or len(prompts)) * settings.samples_per_prompt
     starts = range(0, number, settings.batch_size)
     unfinished = partial_file(path.parent)
-    try:
-        done = processes.by_main(lambda: _whole_batches(path, unfinished, settings.batch_size, number))
-        processes.by_main(lambda: _check_prompts(unfinished, prompts, settings.samples_per_prompt))
-        progress = Progress(f"{recipe.run} collect", quiet=not processes.is_main())
-        with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
-            changing = None
-            if done < len(starts):
-                with phases.phase("load"), processes.agreed(), weights_fit(recipe):
-                    roles, pad_tokens = build.placed_roles(recipe, "collect")
-                    sampler = Sampler(
-                        roles,
-                        recipe.tokenizer,
-                        role="reference",
-                        response_length=settings.response_length,
-                        temperature=settings.temperature,
-                    )
-                    # Found in a later batch, it would end the collection, which could not go on with shorter prompts.
-                    sampler.limits(prompts["input_ids"][: number // settings.samples_per_prompt])
-                    reward = build.make_reward(recipe, roles, pad_tokens, settings.batch_size)
-                now = {**identity(prompts, roles.causal_lm, roles, reward), "frozen": frozen_digests(roles)}
-                check_alike(now)
-                processes.by_main(partial(_begun_with, now, unfinished, anew=not done))
-                if (changing := state_of(reward)) is not None:
-                    done = min(done, _to_its_state(changing, unfinished, settings.batch_size, done))
-            progress.steps(done, len(starts), "batch")
-            for batch in range(done, len(starts)):
-                rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
-                set_seed((recipe.seed * 1_000_003 + batch) % 2**32)  # what numpy takes
-                with phases.phase("rollout"):
-                    rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
-                with phases.phase("score"):
-                    scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
-                processes.by_main(partial(append_jsonl, unfinished, scored))
-                if changing is not None:
-                    processes.by_main(partial(_save_state, changing.state_dict(), unfinished, batch + 1))
-                progress.step_ended(batch + 1)
-                if (asked := processes.first(request.received)) is not None:
-                    after = f"collect stopped by {asked.name} after {rows.stop:,} of {number:,} responses"
-                    raise RunInterrupted(f"{after}; they are saved in {unfinished}.", asked)
-        processes.by_main(lambda: _finish(unfinished, path))
-    except OSError as error:
-        named = error.filename
-        if isinstance(named, str | bytes) and not Path(os.fsdecode(named)).is_relative_to(path.parent):
-            raise  # of what is read
-        wrong = f"{path}: cannot be written ({error.strerror or error})."
-        raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error
+    done = processes.by_main(lambda: _whole_batches(path, unfinished, settings.batch_size, number))
+    processes.by_main(lambda: _check_prompts(unfinished, prompts, settings.samples_per_prompt))
+    progress = Progress(f"{recipe.run} collect", quiet=not processes.is_main())
+    with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
+        changing = None
+        if done < len(starts):
+            with phases.phase("load"), processes.agreed(), weights_fit(recipe):
+                roles, pad_tokens = build.placed_roles(recipe, "collect")
+                sampler = Sampler(
+                    roles,
+                    recipe.tokenizer,
+                    role="reference",
+                    response_length=settings.response_length,
+                    temperature=settings.temperature,
+                )
+                # Found in a later batch, it would end the collection, which could not go on with shorter prompts.
+                sampler.limits(prompts["input_ids"][: number // settings.samples_per_prompt])
+                reward = build.make_reward(recipe, roles, pad_tokens, settings.batch_size)
+            now = {**identity(prompts, roles.causal_lm, roles, reward), "frozen": frozen_digests(roles)}
+            check_alike(now)
+            processes.by_main(partial(_begun_with, now, unfinished, anew=not done))
+            if (changing := state_of(reward)) is not None:
+                done = min(done, _to_its_state(changing, unfinished, settings.batch_size, done))
+        progress.steps(done, len(starts), "batch")
+        for batch in range(done, len(starts)):
+            rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
+            set_seed((recipe.seed * 1_000_003 + batch) % 2**32)  # what numpy takes
+            with phases.phase("rollout"):
+                rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
+            with phases.phase("score"):
+                scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
+            processes.by_main(partial(append_jsonl, unfinished, scored))
+            if changing is not None:
+                processes.by_main(partial(_save_state, changing.state_dict(), unfinished, batch + 1))
+            progress.step_ended(batch + 1)
+            if (asked := processes.first(request.received)) is not None:
+                after = f"collect stopped by {asked.name} after {rows.stop:,} of {number:,} responses"
+                raise RunInterrupted(f"{after}; they are saved in {unfinished}.", asked)
+    processes.by_main(lambda: _finish(unfinished, path))
     return processes.by_main(lambda: _figures(path, settings.samples_per_prompt))
 
 
 def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
     """Batches of `number` responses that a partial file holds; what a kill left of another is cut off. One that has
     its name already, where the kill came before the result, is partial again."""
-    if path.is_file() and not partial.exists():
-        path.rename(partial)
-    partial.touch()
+    with writing(path, _WAY_ON):
+        if path.is_file() and not partial.exists():
+            path.rename(partial)
+        partial.touch()
     lines = count_lines(partial)
     kept = lines if lines == number else lines // size * size  # the last batch may be smaller
     return math.ceil(keep_lines(partial, kept) / size)
@@ -150,7 +144,8 @@ def _begun_with(now: dict[str, Any], partial: Path, *, anew: bool) -> None:
 
 def _save_state(state: dict[str, Any], partial: Path, batches: int) -> None:
     folder = partial.parent
-    sync(partial)  # a state of batches that a power cut took would score those after them otherwise
+    with writing(partial, _WAY_ON):
+        sync(partial)  # a state of batches that a power cut took would score those after them otherwise
     with whole_folder(folder / f"{CHECKPOINT}{batches}") as new:
         write_state(new, state)
     rotate(folder, 1, keep=())
@@ -171,11 +166,12 @@ def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
 
 
 def _finish(partial: Path, path: Path) -> None:
-    sync(partial)
-    partial.replace(path)
-    partial.with_name(BEGUN_FILE).unlink(missing_ok=True)
-    for folder in checkpoint_folders(path.parent):
-        delete_written(folder)
+    with writing(path, _WAY_ON):
+        sync(partial)
+        partial.replace(path)
+        partial.with_name(BEGUN_FILE).unlink(missing_ok=True)
+        for folder in checkpoint_folders(path.parent):
+            delete_written(folder)
 
 
 def _check_prompts(partial: Path, prompts: Dataset, samples_per_prompt: int) -> None:
