@@ -145,7 +145,7 @@ def test_another_base_than_that_of_the_training_is_told(bits, trained, tmp_path)
     path.write_text(json.dumps({**kept, "made_with": {**kept["made_with"], "base": "another"}}))
     for use in (trained_sampler, lambda run: export_merged(run, tmp_path / "merged")):
         with pytest.warns(
-            UserWarning, match="has other weights than the base that .*chat was trained on, so its adapters were not"
+            UserWarning, match="has other weights than the base that .*ppo was trained on, so its adapters were not"
         ):
             use(run)
 

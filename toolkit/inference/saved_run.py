@@ -1,9 +1,7 @@
 """A trained run, opened again: its recipe, and what it has trained as something that responds."""
 
 import os
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,19 +18,18 @@ from transformers.utils import (
 
 from toolkit import processes
 from toolkit.checkpoints import CHECKPOINT, checkpoint_folders, checkpoints_in, problem_of, step_of
-from toolkit.errors import CheckpointError, RecipeError, ToolkitError, within
-from toolkit.reports import read_json, read_result
+from toolkit.errors import CheckpointError, RecipeError, within
+from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
 from toolkit.runs.folder import check_outputs, find_run, last_stage, recover, saved_by_hand
-from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE
-from toolkit.runs.said import has_other_weights
+from toolkit.runs.owned import RECIPE_FILE
+from toolkit.runs.said import warn_of_other_weights
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
-from toolkit.trainers.same_run import is_another_base, of_base
 from toolkit.trainers.trl_compat import HAS_PPO
 
 _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
@@ -124,16 +121,12 @@ def _steps(checkpoints: list[Path]) -> str:
 
 def _without_policy(recipe: Recipe) -> str:
     """What a run of earlier stages alone has in the place of a policy."""
-    wrong = (
-        f'the run "{recipe.run}" has no policy that PPO or Q-learning trained: its recipe has no section "ppo" or "q".'
-    )
+    wrong = f'the run "{recipe.run}" has no policy that PPO or Q-learning trained: '
+    wrong += 'its recipe has no section "ppo" or "q".'
     adapter = recipe.stage_folder("sft") / "policy"
-    made = (
-        f" The adapter that sft trained is {adapter}, a PEFT folder; another run can name it in start.policy."
-        if adapter.is_dir()
-        else ""
-    )
-    return f"{wrong}{made}"
+    if not adapter.is_dir():
+        return wrong
+    return f"{wrong} The adapter that sft trained is {adapter}, a PEFT folder; another run can name it in start.policy."
 
 
 def not_here(folder: Path) -> dict[str, str]:
@@ -213,12 +206,8 @@ def trained_sampler(
 
 def warn_of_another_base(recipe: Recipe, model: PreTrainedModel) -> None:
     """Warn where the weights of a base can be told from those of the run's beginning."""
-    folder = recipe.stage_folder(last_stage(recipe.folder, recipe.checkpoint))
-    with suppress(ToolkitError):  # damaged; what it says is for nothing but this
-        then = (read_json(folder / BEFORE_FILE) or {}).get("made_with")
-        if then is not None and is_another_base(then, of_base(model)):
-            told = has_other_weights(recipe.base_path, str(recipe.folder))
-            warnings.warn(f"{told} Name that base: base.model=/its/place.", stacklevel=3)
+    stage = last_stage(recipe.folder, recipe.checkpoint)
+    warn_of_other_weights(recipe, stage, model, "Name that base: base.model=/its/place.")
 
 
 def place_reference(recipe: Recipe, sampler: Sampler) -> None:

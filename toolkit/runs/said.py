@@ -1,14 +1,20 @@
 """What a stage says to a person: sentences, where it runs and what it trains, its figures at the end."""
 
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from toolkit import processes, reports
 from toolkit.data import PER_RULE
-from toolkit.errors import printable
+from toolkit.errors import ToolkitError, printable
 from toolkit.reports import Output
+from toolkit.runs.owned import BEFORE_FILE
 from toolkit.sampling import SIGNS
 from toolkit.spec.recipe import Recipe
+from toolkit.trainers.same_run import is_another_base, of_base
 from toolkit.trainers.stock_ppo import stock_rollouts
 
 
@@ -47,12 +53,15 @@ def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
     yield f"trains {trained}; writes to {recipe.stage_folder(stage)}"
 
 
-def has_other_weights(base: str, trained: str) -> str:
-    """A sentence on a base that is not the one that adapters were trained on; `trained` is the folder of those."""
-    return (
-        f"{base} has other weights than the base that {trained} was trained on, so its adapters were not made for "
-        "it (unless another transformers version only stores the same weights differently)."
-    )
+def warn_of_other_weights(recipe: Recipe, stage: str, model: PreTrainedModel, remedy: str) -> None:
+    """Warn where a base can be told from the one that a stage was trained on, as where a hub id has moved on."""
+    folder = recipe.stage_folder(stage)
+    with suppress(ToolkitError):  # damaged; what it says is for nothing but this
+        then = (reports.read_json(folder / BEFORE_FILE) or {}).get("made_with")
+        if then is not None and is_another_base(then, of_base(model)):
+            wrong = f"{recipe.base_path} has other weights than the base that {folder} was trained on, so its adapters "
+            wrong += "were not made for it (unless another transformers version only stores the same weights "
+            warnings.warn(f"{wrong}differently). {remedy}", stacklevel=3)
 
 
 def figures_shown(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

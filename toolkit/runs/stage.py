@@ -5,9 +5,8 @@ says that it is finished.
 """
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from toolkit import phases, processes, reports
 from toolkit.checkpoints import checkpoints_in
 from toolkit.data import data_digest
 from toolkit.disk import writing
-from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError, within
+from toolkit.errors import CheckpointError, RunInterrupted, within
 from toolkit.reports import APART, Progress, Responses
 from toolkit.runs.build import RESPONSES_FILE, Callbacks, about_stage, make_trainer, measures, stage_dataset
 from toolkit.runs.check_data import check_best
@@ -31,7 +30,7 @@ from toolkit.runs.memory import weights_fit
 from toolkit.runs.owned import BEFORE_FILE
 from toolkit.runs.report_on_the_way import ReportAtEvaluations, evaluated_apart
 from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, write_up
-from toolkit.runs.said import banner, has_other_weights, say, say_shares, show_result
+from toolkit.runs.said import banner, say, say_shares, show_result, warn_of_other_weights
 from toolkit.sampling import Evaluation
 from toolkit.spec.plan import RESPONDING
 from toolkit.spec.recipe import Recipe
@@ -39,7 +38,7 @@ from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
-from toolkit.trainers.same_run import check_alike, is_another_base, made_with, of_base
+from toolkit.trainers.same_run import check_alike, made_with, of_base
 from toolkit.trainers.sft import cut_rows, packs
 from toolkit.trainers.stock_ppo import StockPPOTrainer, stock_rollouts
 
@@ -103,9 +102,11 @@ def _trained(
     cut = say_rows(recipe, stage, trainer)
     stock = isinstance(trainer, StockPPOTrainer)
     trainer.started = started
-    _tell_of_another_base(recipe, stage, trainer)
+    for earlier in recipe.plan.needs(stage) if getattr(trainer, "roles", None) is not None else ():
+        remedy = f"Name that base as base.model, or repeat {earlier} on this one (OVERWRITE=1, --overwrite)."
+        warn_of_other_weights(recipe, earlier, trainer.roles.causal_lm, remedy)
     before, responses_before = _before(recipe, stage, trainer, goes_on=checkpoint is not None)
-    _tell_before(trainer, before, responses_before, goes_on=checkpoint is not None)
+    _tell(trainer, before, responses_before, goes_on=checkpoint is not None)
     so_far = ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
     if processes.is_main():
         trainer.add_callback(so_far)
@@ -126,7 +127,7 @@ def _trained(
         kept = trainer.saved_if_the_reward_fails() if last else nullcontext()
         with phases.phase("answers after" if stage in RESPONDING else "measure after"), kept:
             after, responses_after = _measure(recipe, stage, trainer)
-        _tell_after(trainer, after, responses_after)
+        _tell(trainer, after, responses_after)
         result = figures(recipe, stage, started, before, after) | of_training(trainer, progress) | ended
         if responses_after and (measured := len(responses_after.responses)) != result["rows"].get("held out"):
             result["rows"]["test"] = measured
@@ -206,21 +207,7 @@ def _before(recipe: Recipe, stage: str, trainer: Any, *, goes_on: bool) -> tuple
     return kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
 
 
-def _tell_of_another_base(recipe: Recipe, stage: str, trainer: Any) -> None:
-    """Warn where an earlier stage had a base of the same shapes with other weights, as where a hub id has moved on."""
-    if (roles := getattr(trainer, "roles", None)) is None:
-        return
-    now = of_base(roles.causal_lm)
-    for earlier in recipe.plan.needs(stage):
-        folder = recipe.stage_folder(earlier)
-        with suppress(ToolkitError):  # damaged; what it says is for nothing but this
-            then = (reports.read_json(folder / BEFORE_FILE) or {}).get("made_with")
-            if then is not None and is_another_base(then, now):
-                remedy = f"Name that base as base.model, or repeat {earlier} on this one (OVERWRITE=1, --overwrite)."
-                warnings.warn(f"{has_other_weights(recipe.base_path, str(folder))} {remedy}", stacklevel=2)
-
-
-def _tell_before(trainer: Any, metrics: dict[str, Any], responses: Responses | None, *, goes_on: bool) -> None:
+def _tell(trainer: Any, metrics: dict[str, Any], responses: Responses | None, *, goes_on: bool = False) -> None:
     if not isinstance(trainer, PPOTrainer) or responses is None:
         return
     evaluation = metrics, responses.responses, responses.prompts
@@ -228,11 +215,6 @@ def _tell_before(trainer: Any, metrics: dict[str, Any], responses: Responses | N
         trainer.evaluated(*evaluation)
     else:  # a notebook's checkpoint does not know it
         trainer.measured_before = evaluation
-
-
-def _tell_after(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:
-    if isinstance(trainer, PPOTrainer) and responses is not None:
-        trainer.evaluated(metrics, responses.responses, responses.prompts)
 
 
 def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
