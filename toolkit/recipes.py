@@ -24,7 +24,6 @@ from toolkit.rewards.base import of_a_library
 from toolkit.runs import stages
 from toolkit.runs.check import check
 from toolkit.runs.plan import plan
-from toolkit.spec.load import find
 from toolkit.spec.load import load as load_spec
 from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe as WhatItSays
@@ -33,7 +32,7 @@ from toolkit.spec.show import show
 from toolkit.spec.validate import check_recipe
 from toolkit.trainers.ppo import PPOTrainer
 
-__all__ = ["Recipe", "check", "find", "load", "names", "plan", "show"]
+__all__ = ["Recipe", "check", "load", "names", "plan", "show"]
 
 
 def _trainer_of(stage: str, what: str) -> Callable[..., Trainer]:

@@ -41,6 +41,11 @@ def _temperature(value: float | None) -> float | None:
     return value
 
 
+def _temperature_option(default: str) -> Any:
+    told = f"Sampling temperature; 0 is greedy. Default: {default}."
+    return typer.Option(help=told, min=0.0, callback=_temperature)
+
+
 Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's answers beside the policy's.")]
 
 
@@ -58,12 +63,7 @@ def generate(
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Sampling temperature; 0 is greedy. Default: 0; for Q and with --num-samples as in the recipe.",
-            min=0.0,
-            callback=_temperature,
-        ),
+        float | None, _temperature_option("0; for Q and with --num-samples as in the recipe")
     ] = None,
     seed: Seed = 0,
     num_samples: Annotated[
@@ -104,14 +104,7 @@ def chat(
     overrides: Overrides = None,
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Sampling temperature; 0 is greedy. Default: 1; for Q as in the recipe.",
-            min=0.0,
-            callback=_temperature,
-        ),
-    ] = None,
+    temperature: Annotated[float | None, _temperature_option("1; for Q as in the recipe")] = None,
     seed: Seed = 0,
     checkpoint: Checkpoint = None,
     runs_dir: RunsDir = Path("runs"),

@@ -106,27 +106,21 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
         if same and held_out and by_hand is None:
             return {}, []
         if by_hand is not None and data_digest(recipe.task.prompts("train")) != by_hand:
-            told = (
-                "data: the run was trained on prompts that were given in Python. Whether some of these are among them "
-            )
-            return {"other_prompts": True}, [f"{told}is not known."]
+            told = "data: the run was trained on prompts that were given in Python. "
+            return {"other_prompts": True}, [f"{told}Whether some of these are among them is not known."]
         if same and not given:
             told = "data: these are not the prompts that the run held out: its data have changed since then, or the "
             told += "toolkit reads them otherwise, and it may have been trained on some of these."
             return {"other_prompts": True}, [told]
-        asked = (
-            (build.rated_dataset(run), "prompt_ids")
-            if by == "q"
-            else (
-                (run if by_hand is None else recipe).task.prompts("train"),
-                "input_ids",
-            )
-        )
+        if by == "q":
+            ids = values_of(build.rated_dataset(run), "prompt_ids")
+        else:
+            ids = values_of((run if by_hand is None else recipe).task.prompts("train"), "input_ids")
     except ToolkitError as error:  # its data or its base may be gone
         return {}, [f"data: which of these are training prompts of the run is not known: {error}"]
     prompts = recipe.task.prompts("test")
-    trained = set(map(tuple, values_of(*asked)))
-    number = sum(tuple(ids) in trained for ids in values_of(prompts, "input_ids"))
+    trained = set(map(tuple, ids))
+    number = sum(tuple(prompt) in trained for prompt in values_of(prompts, "input_ids"))
     told = f"data: {number:,} of these {len(prompts):,} prompts are training prompts of the run's {by} stage."
     return {"trained_on": number}, [told]
 

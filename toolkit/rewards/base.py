@@ -127,7 +127,8 @@ def check_signature(signature: inspect.Signature, field: str, *, at: str | None)
         first = next(iter(signature.bind(None).arguments), "")
     except TypeError as error:
         refused = str(error)
-    of_trl = first == "completions" and _takes_any_keyword(signature)
+    any_keyword = any(parameter.kind is _ANY_NAMED for parameter in signature.parameters.values())
+    of_trl = first == "completions" and any_keyword
     if of_trl or (refused and "completions" in signature.parameters):
         wrong = f"it is called with a rollout, and takes completions, as a reward of TRL's GRPOTrainer does{place}."
         raise RewardError(wrong, field=field, remedy='Wrap it: docs/coming_from.md, "Reward functions of GRPO".')
@@ -136,10 +137,6 @@ def check_signature(signature: inspect.Signature, field: str, *, at: str | None)
         wrong = f"it is called with a rollout, and does not take one: {refused}{place}."
         remedy = 'Wrap it: docs/coming_from.md, "Reward functions of OpenRLHF".' if of_openrlhf else ""
         raise RewardError(wrong, field=field, remedy=remedy)
-
-
-def _takes_any_keyword(signature: inspect.Signature) -> bool:
-    return any(parameter.kind is _ANY_NAMED for parameter in signature.parameters.values())
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Scores:
@@ -309,9 +306,8 @@ def _loop(name: str) -> asyncio.AbstractEventLoop:
 
     def serve() -> None:
         while not loop.is_closed():
-            with suppress(
-                BaseException
-            ):  # sys.exit in a task ends run_forever; the task's future still has to hear of it
+            # sys.exit in a task ends run_forever; the task's future still has to hear of it.
+            with suppress(BaseException):
                 loop.run_forever()
 
     threading.Thread(target=serve, name=name, daemon=True).start()

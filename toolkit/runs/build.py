@@ -167,13 +167,9 @@ def site(recipe: Recipe) -> Site:
     return Site(recipe.tokenizer, recipe.stage_folder)
 
 
-PadTokens = dict[str, int]
-"""The pad token that the head of a role reads with."""
-
-
 def placed_roles(
     recipe: Recipe, stage: str, *, trained: Path | None = None, wanted: Container[str] | None = None
-) -> tuple[SharedBase, PadTokens]:
+) -> tuple[SharedBase, dict[str, int]]:
     """The shared base with the roles of a stage, and the pad tokens of those that score.
 
     With `trained`, the folder of what the stage has trained, in place of what it starts with; of all its roles those
@@ -182,7 +178,8 @@ def placed_roles(
     with within("base"):
         base = load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
         roles = SharedBase(base, pack_rows=recipe.base.pack_rows)
-    own, pad_tokens = int(recipe.tokenizer.pad_token_id), PadTokens()
+    own = int(recipe.tokenizer.pad_token_id)
+    pad_tokens: dict[str, int] = {}
     for source in recipe.plan.stages[stage].roles:
         if source.role in ("policy", "q") and trained is not None:
             source = Saved(source.role, stage, str(trained))
@@ -224,7 +221,7 @@ def _pad_token_of(about: Mapping[str, Any], recipe: Recipe, own: int) -> int:
 def make_reward(
     recipe: Recipe,
     roles: SharedBase,
-    pad_tokens: PadTokens,
+    pad_tokens: dict[str, int],
     batch_size: int,
     *,
     role: str = "reward",
@@ -266,7 +263,7 @@ def _held_out_scores(recipe: Recipe) -> list[float]:
 def measures(
     recipe: Recipe,
     roles: SharedBase,
-    pad_tokens: PadTokens,
+    pad_tokens: dict[str, int],
     batch_size: int,
     *,
     reward: Reward | None = None,

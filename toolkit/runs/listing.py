@@ -1,5 +1,6 @@
 """All runs of a folder: how far each is, its last figures, and the command that goes on. Read alone, nothing loaded."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -48,10 +49,7 @@ def all_runs(runs_dir: Path) -> Iterator[RunState]:
     """The runs of a folder by name."""
     for path in sorted(runs_dir.glob("*")):
         problem = recover_to_read(path)
-        try:
-            if not (path / RECIPE_FILE).is_file():
-                continue
-        except PermissionError:  # another user's
+        if not os.path.isfile(path / RECIPE_FILE):  # nor where another user's folder cannot be entered
             continue
         try:
             run = state_of(path)

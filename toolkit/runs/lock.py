@@ -51,7 +51,7 @@ def _us() -> dict[str, Any]:
 
 def works_for_us() -> dict[str, str]:
     """What the environment of a process says that this one starts to do a part of its work: it is let into its run."""
-    return {_WORKS_FOR: _named(_of(psutil.Process()))}
+    return {_WORKS_FOR: _named(_us())}
 
 
 def _named(process: dict[str, Any]) -> str:
