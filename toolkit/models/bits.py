@@ -48,8 +48,6 @@ def quantising_told() -> Iterator[None]:
         yield
     except _NotQuantised:
         error = failed[0]
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise error from None
         raise_of_the_card(error)
         said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         wrong = f"weights cannot be put into 4 bits here: {said}."

@@ -50,7 +50,9 @@ def random_state(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def raise_of_the_card(error: Exception) -> None:
-    """Raises: ToolkitError: it is the card that failed, whatever was done there."""
+    """Raises: `error` itself where memory ran out; ToolkitError: the card failed, whatever was done there."""
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):  # the latter is a CPU's
+        raise error from error.__cause__
     said = (str(error).splitlines() or [""])[0]
     if said.startswith(("CUDA error", "HIP error")):
         remedy = "See whether another process holds it (nvidia-smi), and whether torch was built for it (toolkit env)."
@@ -64,12 +66,10 @@ def tried(model: PreTrainedModel) -> Iterator[None]:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             yield
-    except (torch.OutOfMemoryError, ToolkitError):
+    except ToolkitError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise_of_the_card(error)
-        if "allocate memory" in str(error):  # torch's own error of a CPU
-            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         wrong = f"a {type(model).__name__} cannot be read as a decoder, tried on {_TOKENS} tokens: {reason}"
         raise ModelError(wrong, remedy=SUGGESTION) from error

@@ -17,7 +17,7 @@ from toolkit.models.adapters import adapter_config
 from toolkit.models.folders import put_adapter, read_tensors
 from toolkit.models.lora import peft_errors
 from toolkit.models.roles import SharedBase
-from toolkit.models.trials import apart_by, tolerance
+from toolkit.models.trials import apart_by, raise_of_the_card, tolerance
 
 _OF_AN_ADAPTER = re.compile(r"\.(lora_|modules_to_save\.|original_module\.)")  # the head that it trains, and had
 
@@ -81,8 +81,7 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     try:
         merged = adapted.merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+        raise_of_the_card(error)
         wrong = f"{folder}: PEFT cannot merge it: {str(error).splitlines()[0]}"
         raise AdapterError(wrong, remedy="Export the adapter alone.") from error
     whole = merged(input_ids=probe).logits.float()
