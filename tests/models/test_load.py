@@ -39,7 +39,6 @@ from toolkit.models import (
     load_base,
     load_model,
     load_tokenizer,
-    outlined,
     pretrained,
     response_logprobs,
     save_role,
@@ -555,8 +554,8 @@ def test_a_classifier_s_head_is_never_put_into_4_bits(checkpoint, tmp_path):
     config["quantization_config"]["llm_int8_skip_modules"] = ["lm_head"]  # as other tools save it
     (folder / "config.json").write_text(json.dumps(config))
     for spec in (ModelSpec(str(checkpoint), quantization=skips), ModelSpec(str(folder))):
-        for make in (load_model, outlined):
-            model = make(spec, "sequence_classifier", num_labels=1)
+        for device in (None, META):
+            model = load_model(spec, "sequence_classifier", num_labels=1, device=device)
             assert type(model.score) is torch.nn.Linear
             assert sum(isinstance(module, Linear4bit) for module in model.modules()) == 7
     assert skips.llm_int8_skip_modules == ["lm_head"]
@@ -570,7 +569,7 @@ def test_the_outline_of_a_checkpoint_in_4_bits_leaves_out_what_it_does(checkpoin
         spec = ModelSpec(str(folder), quantization=asked)
         bits = [
             {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
-            for model in (load_model(spec), outlined(spec))
+            for model in (load_model(spec), load_model(spec, device=META))
         ]
         assert bits[0] == bits[1] and len(bits[0]) == 7 - 1
     path = folder / "config.json"

@@ -32,7 +32,7 @@ from tests.tiny_models import SPECIAL, VOCABULARY, lora, randomize
 from tests.tiny_runs import byte_tokenizer
 from tests.tolerances import FP32
 from toolkit.errors import ModelError
-from toolkit.models import META, ModelSpec, SharedBase, load_base, merge_adapter, model_config, outlined, save_role
+from toolkit.models import META, ModelSpec, SharedBase, load_base, load_model, merge_adapter, model_config, save_role
 from toolkit.models.text_models import config_of_text
 
 IDS = torch.tensor([[3, 14, 9, 12, 13, 5, 20, 21]])
@@ -135,7 +135,7 @@ def test_what_is_loaded_is_the_text_model_of_the_whole(images_too):
     assert base.config.model_type == whole.config.text_config.model_type and base.config.name_or_path == str(folder)
     assert not any("visual" in name for name, _ in base.named_parameters())
     torch.testing.assert_close(_logits(base), _logits(whole), **FP32)
-    outline = outlined(ModelSpec(str(folder), dtype="float32"))
+    outline = load_model(ModelSpec(str(folder), dtype="float32"), device=META)
     shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (outline, base)]
     assert shapes[0] == shapes[1] and outline.config.name_or_path == str(folder)
     SharedBase(outline)
@@ -194,7 +194,7 @@ def test_a_saved_reward_is_read_by_plain_peft_on_the_text_model(qwen, tmp_path):
 def test_in_4_bits_it_is_what_plain_transformers_loads(qwen):
     base = load_base(str(qwen[0]), dtype="float32", quantization=NF4)
     plain = AutoModelForCausalLM.from_pretrained(qwen[0], quantization_config=NF4, dtype=torch.float32)
-    outline = outlined(ModelSpec(str(qwen[0]), dtype="float32", quantization=NF4))
+    outline = load_model(ModelSpec(str(qwen[0]), dtype="float32", quantization=NF4), device=META)
     assert len(_in_4_bits(base)) > 10 and _in_4_bits(base) == _in_4_bits(plain) == _in_4_bits(outline)
     torch.testing.assert_close(_logits(base), _logits(plain.eval()), **FP32)
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_in_4_bits_leaves_whole_what_it_names_by_the_whole_model(qw
     quantization = BitsAndBytesConfig(**{**NF4.to_dict(), **skipped})
     quantised = type(whole).from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
     quantised.save_pretrained(tmp_path)
-    base, outline = load_base(str(tmp_path), dtype="float32"), outlined(ModelSpec(str(tmp_path), dtype="float32"))
+    base, outline = (load_base(str(tmp_path), dtype="float32", device=device) for device in (None, META))
     of_text = {name.replace("language_model.", "") for name in _in_4_bits(quantised) if "visual" not in name}
     assert _in_4_bits(base) == _in_4_bits(outline) == of_text
     assert (len(of_text) < len(_in_4_bits(load_base(str(folder), quantization=NF4)))) == bool(left_out)
@@ -240,7 +240,7 @@ def test_a_text_model_that_holds_its_layers_elsewhere_is_refused_before_it_is_lo
     text = {**_TEXT, "intermediate_size_mlp": SIZE, "num_local_experts": 2}
     folder = _alone(tmp_path, Llama4Config(text_config=text))
     with pytest.raises(ModelError, match=r"a Llama4ForCausalLM has no base_model, of which"):
-        SharedBase(outlined(ModelSpec(folder)))
+        SharedBase(load_base(folder, device=META))
 
 
 def test_the_lines_of_the_page_write_a_checkpoint_of_text_alone(tmp_path, monkeypatch):

@@ -51,15 +51,7 @@ from toolkit.models.forward import (
 from toolkit.models.freed_memory import FreedMemory, keep_freed_memory
 from toolkit.models.graphs import RecordedPass, check_records
 from toolkit.models.heads import HeadInit, QBound, ScoreHead, score_positions
-from toolkit.models.load import (
-    META,
-    MOST_LAYERS,
-    ModelSpec,
-    load_base,
-    load_model,
-    model_config,
-    outlined,
-)
+from toolkit.models.load import META, MOST_LAYERS, ModelSpec, load_base, load_model, model_config
 from toolkit.models.logit_changes import scales_logits
 from toolkit.models.lora import adapter_dropouts
 from toolkit.models.precision import (

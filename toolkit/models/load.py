@@ -98,13 +98,6 @@ def load_base(model: str, *, device: torch.device | None = None, **settings: Any
     return load_model(ModelSpec(model, **settings), device=device).requires_grad_(False)
 
 
-def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:
-    """What `load_model` would give of a spec, on the meta device, with the layers that quantisation puts there."""
-    model = load_model(spec, kind, device=META, **settings)
-    quantize_outline(model, spec.quantization)
-    return model
-
-
 def load_with_report(
     spec: ModelSpec,
     kind: Kind,
@@ -122,7 +115,8 @@ def load_with_report(
             its padding token. None for a checkpoint that reads the ids of its own.
         num_labels: outputs of a classifier's head; None for what its configuration says.
         trained: whether a classifier's head has to be in the checkpoint too; it is random where it is not.
-        device: defaults to the first GPU, else the CPU; "meta" gives names and shapes alone.
+        device: defaults to the first GPU, else the CPU; "meta" gives names and shapes alone, with the layers that
+            quantisation puts there.
 
     Raises:
         ModelError: no such checkpoint, or one that lacks weights, is of another kind, or reads other tokens.
@@ -144,11 +138,14 @@ def load_with_report(
             raise
         except _REFUSALS as error:
             raise _not_built(error, spec, config) from error
-        if spec.model is None:
-            return model, False
-        report, known = _report_of_headers(model, spec.model)
-        _check_complete(spec.model, report, kind, trained=trained)
-        return model, known and not report["missing_keys"]
+        complete = False
+        if spec.model is not None:
+            report, known = _report_of_headers(model, spec.model)
+            _check_complete(spec.model, report, kind, trained=trained)
+            complete = known and not report["missing_keys"]
+        if device.type == "meta":
+            quantize_outline(model, spec.quantization)
+        return model, complete
     with _loading(spec), quiet_transformers() if kind == "sequence_classifier" else nullcontext(), quantising_told():
         check_weights_alone(spec.model, config, asks_hub=True)
         model, report = owner.from_pretrained(
@@ -187,8 +184,6 @@ def _loading(spec: ModelSpec) -> Iterator[None]:
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise (_attention_refused(spec, " ".join(str(error).split())) or not_loaded(spec.model, error)) from error
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise
         raise_of_the_card(error)
         raise _not_put_together(spec.model, error) from error
 

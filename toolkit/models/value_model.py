@@ -10,7 +10,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTraine
 
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_states, rows_can_be_packed
-from toolkit.models.bits import quantize_outline
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.load import ModelSpec, load_with_report
 from toolkit.models.lora import fitting
@@ -98,8 +97,6 @@ def load_value_model(
     """
     kind: Any = "sequence_classifier"
     classifier, has_head = load_with_report(spec, kind, tokenizer=tokenizer, num_labels=1, device=device)
-    if classifier.device.type == "meta":
-        quantize_outline(classifier, spec.quantization)
     if has_head and (head_bias or head_init != "normal"):
         raise ModelError(
             f'the head\'s bias and initialisation would have no effect: "{spec.model}" has a trained head, with which '

@@ -242,7 +242,7 @@ class ModelScorer(TextScorer):
 
     def outlines(self) -> Iterator[PreTrainedModel]:
         if self.model is not None:
-            yield models.outlined(self._spec, "sequence_classifier")
+            yield models.load_model(self._spec, "sequence_classifier", device=models.META)
 
     @property
     def _spec(self) -> models.ModelSpec:

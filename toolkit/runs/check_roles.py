@@ -129,8 +129,6 @@ class RolesCheck:
                     drawn.generation_config = GenerationConfig.from_pretrained(base.model, revision=base.revision)
             quantization = models.own_quantization(config) or recipe.quantization()
             models.check_bits(quantization)
-            if quantization is not None:  # as adapters find it
-                models.quantize_outline(drawn, quantization)
             self.roles = SharedBase(drawn)
             if about := about_other_bits(drawn):
                 self.findings.notes.append(Problem(about, f"base.{place}"))
@@ -138,7 +136,6 @@ class RolesCheck:
                 self.findings.notes.append(_THINKS.within(f"base.{place}"))
             precision: str = base.dtype
             if quantization is not None:
-                models.quantize_outline(counted, quantization)
                 pack(counted)
                 double = " with double quantisation" if quantization.bnb_4bit_use_double_quant else ""
                 precision = f"{quantization.bnb_4bit_quant_type}{double} and {base.dtype}"

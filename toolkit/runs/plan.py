@@ -39,8 +39,8 @@ from toolkit.models import (
     SharedBase,
     about_other_bits,
     all_positions_of,
+    load_model,
     on_another_machine,
-    outlined,
     own_quantization,
 )
 from toolkit.runs.build import stage_dataset
@@ -88,7 +88,7 @@ def _without_numbers(recipe: Recipe, stage: str) -> SharedBase:
     """The base with the roles of a stage, as it would be loaded, without numbers."""
     tokenizer = recipe.tokenizer if recipe.base.model is None else None
     with within("base"):
-        base = outlined(recipe.base.model_spec(), tokenizer=tokenizer).requires_grad_(False)
+        base = load_model(recipe.base.model_spec(), tokenizer=tokenizer, device=META).requires_grad_(False)
     roles, sources = SharedBase(base), recipe.plan.stages[stage].roles
     own_base = any(isinstance(source, OwnBase) for source in sources)
     nothing_yet = Site(recipe.tokenizer if own_base else None, lambda stage: None)

@@ -34,7 +34,6 @@ from toolkit.models import (
     load_role,
     load_value_model,
     load_weights,
-    quantize_outline,
 )
 from toolkit.spec.sections import ModelSection, precision_of
 
@@ -279,8 +278,6 @@ class OwnBase(Source):
         """
         spec, lora = self.base.model_spec(), self._lora()
         model = self._loaded(spec, site, device=device)
-        if model.device.type == "meta":
-            quantize_outline(model, spec.quantization)
         if lora is None:
             return model
         with device or nullcontext():
