@@ -143,7 +143,8 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, bound):
     if bound:
         assert other.heads["q"].lowest == -3.0 and other.heads["q"].highest == 0.5
         wider = q_base(bound=QBound(lowest=-3.0, highest=2.0))
-        with pytest.raises(AdapterError, match=r"Q-values are between -3 and 0.5, and those of this role -3 and 2\."):
+        said = r"between -3.0 and 0.5, and those of this role between -3.0 and 2.0\. Set bound, lowest_return and"
+        with pytest.raises(AdapterError, match=said):
             load_weights(wider, "q", tmp_path)
     plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path))  # an ordinary PEFT folder
     ids = torch.tensor([PROMPTS[0] + RESPONSES[0]])
@@ -169,13 +170,13 @@ def test_names_of_modules_that_begin_with_q_are_not_taken_for_the_role(tmp_path)
 def test_bounds_that_are_not_those_of_the_role_are_refused(tmp_path):
     save_role(q_base(bound=QBound()), "q", tmp_path / "bounded", pad_token_id=0, base_name="tiny")
     save_role(q_base(), "q", tmp_path / "free", pad_token_id=0, base_name="tiny")
-    with pytest.raises(AdapterError, match="Q-values are between bounds, and those of this role without bounds"):
+    with pytest.raises(AdapterError, match="Q-values are between 0.0 and 1.0, and those of this role without bounds"):
         load_weights(q_base(), "q", tmp_path / "bounded")
-    with pytest.raises(AdapterError, match="Q-values are without bounds, and those of this role between bounds"):
+    with pytest.raises(AdapterError, match="Q-values are without bounds, and those of this role between 0.0 and 1.0"):
         load_weights(q_base(bound=QBound()), "q", tmp_path / "free")
     base = q_base(bound=QBound())
     save_role(q_base(), "q", tmp_path / "bounded", pad_token_id=0, base_name="tiny")
-    with pytest.raises(AdapterError, match="Set bound as it was trained"):  # no file of the earlier one stayed
+    with pytest.raises(AdapterError, match="Q-values are without bounds"):  # no file of the earlier one stayed
         load_weights(base, "q", tmp_path / "bounded")
     with pytest.raises(ValueError, match=r"the lowest return \(1.0\) must be below the highest \(1.0\)"):
         QBound(lowest=1.0, highest=1.0)

@@ -526,7 +526,7 @@ def test_adapters_that_do_not_fit(checkpoint, tmp_path):
     state["base_model.model.score.weight"] = torch.zeros(1, 7)
     save_file(state, folder / "adapter_model.safetensors")
     found = problems_of(tmp_path, checkpoint, f"start.reward={folder}")
-    assert "the head needs hidden size 7 and this base has 64" in found[0]
+    assert "weight first: it is [1, 7] there and [1, 64] here" in found[0]
     (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40)
     assert "adapter_model.safetensors is damaged" in problems_of(tmp_path, checkpoint, f"start.reward={folder}")[0]
 

@@ -29,6 +29,7 @@ from toolkit.models.folders import (
     MERGED_INSTEAD,
     State,
     adapter_state,
+    check_fits,
     load_whole,
     other_base,
     put_adapter,
@@ -138,7 +139,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
             raise other_base(folder, f"this one has no module {missing[0]} for it.")
     if head is not None and ("weight" not in head or head["weight"].dim() != 2 or not len(head["weight"])):
         raise AdapterError(f"{folder}: its head is no matrix of weights.", remedy="Train or copy it again.")
-    bound = _bound(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
+    bound = _bound(folder) if role in Q_ROLES else None
     shape: Any = {} if head is None else {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
     try:
         base.add_role(role, config, head=bound, saved=True, **shape)
@@ -191,19 +192,15 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
         if head is not None:
             _set_head(base, role, head, folder)
     if role in Q_ROLES:
-        ours, theirs = role in base.heads, (folder / Q_BOUND_FILE).is_file()
-        if ours != theirs:
-            kinds = {True: "between bounds", False: "without bounds"}
-            wrong = f"{folder}: its Q-values are {kinds[theirs]}, and those of this role {kinds[ours]}."
-            raise AdapterError(wrong, remedy="Set bound as it was trained.")
-        mine: Any = base.heads[role] if ours else None
-        if ours:
-            bound = _bound(folder)
-            if not torch.equal(*(torch.tensor([of.lowest, of.highest]) for of in (bound, mine))):
-                between = f"{bound.lowest:g} and {bound.highest:g}, and those of this role {mine.lowest:g} and "
-                wrong = f"{folder}: its Q-values are between {between}{mine.highest:g}."
-                raise AdapterError(wrong, remedy="Set bound, lowest_return and highest_return as they were trained.")
-            mine.load_state_dict(bound.state_dict())
+        saved, own = _bound(folder), dict(base.heads.items()).get(role)
+        theirs, ours = (
+            f"between {x.lowest} and {x.highest}" if x is not None else "without bounds" for x in (saved, own)
+        )
+        if theirs != ours:
+            wrong = f"{folder}: its Q-values are {theirs}, and those of this role {ours}."
+            raise AdapterError(wrong, remedy="Set bound, lowest_return and highest_return as they were trained.")
+        if saved is not None and own is not None:
+            own.load_state_dict(saved.state_dict())
 
 
 def _check_scaling(saved: LoraConfig, own: LoraConfig, folder: Path) -> None:
@@ -238,7 +235,10 @@ def _about_of_others(folder: Path) -> dict[str, Any]:
     return {"pad_token": token} if isinstance(token, str) else {}
 
 
-def _bound(folder: Path) -> QBound:
+def _bound(folder: Path) -> QBound | None:
+    """What bounds a saved Q role's values; None where nothing does."""
+    if not (folder / Q_BOUND_FILE).is_file():
+        return None
     saved = read_tensors(folder, Q_BOUND_FILE)
     try:
         return QBound.of(saved)
@@ -317,14 +317,6 @@ def _split_head(state: State, role: str, folder: Path) -> tuple[State, State | N
 
 
 def _set_head(base: SharedBase, role: str, state: State, folder: Path) -> None:
-    head, weight = base.head(role), state["weight"]
-    if head.weight.shape != weight.shape:
-        numbers = f"the head needs hidden size {weight.shape[1]} and this base has {head.weight.shape[1]}."
-        raise other_base(folder, numbers)
-    if state.keys() != head.state_dict().keys():
-        wrong = f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}."
-        raise AdapterError(wrong, remedy="Give the role's head a bias, or none, as the folder has it.")
-    if shapes := [name for name, tensor in head.state_dict().items() if tensor.shape != state[name].shape]:
-        wrong = f"{folder}: the head's {shapes[0]} has shape {list(state[shapes[0]].shape)}, and the role's another."
-        raise AdapterError(wrong, remedy="Train or copy it again.")
+    head = base.head(role)
+    check_fits(state, head.state_dict(), folder)
     head.load_state_dict(state)

@@ -64,7 +64,7 @@ def put_adapter(model: PeftModel, adapter: str, state: State, folder: Path) -> N
     """Put an adapter's tensors, which were read from `folder`, into it."""
     own = adapter_state(model, adapter)
     state = _without_embeddings_of_the_base(model, own, state, folder)
-    _check_fits(state, own, folder)
+    check_fits(state, own, folder)
     with torch.no_grad():  # PEFT's own renames keys of some models for a second time, and then leaves them out
         for name, mine in own.items():
             mine.copy_(state[name])
@@ -96,7 +96,7 @@ def load_whole(model: PreTrainedModel, folder: Path) -> None:
     state, own = read_tensors(folder, SAFE_WEIGHTS_NAME, device=model.device), model.state_dict()
     if state.keys() != own.keys():
         state = _as_transformers_reads(model, folder) or state
-    _check_fits(state, own, folder)
+    check_fits(state, own, folder)
     model.load_state_dict(state)
 
 
@@ -112,8 +112,9 @@ def _as_transformers_reads(model: PreTrainedModel, folder: Path) -> State | None
     return None if any(about.values()) else loaded.state_dict()
 
 
-def _check_fits(state: State, expected: State, folder: Path) -> None:
-    """All the tensors that are expected, and no others, of the same shapes."""
+def check_fits(state: State, expected: State, folder: Path) -> None:
+    """Nothing, if there are all the tensors that are expected, and no others, of the same shapes; else an
+    `AdapterError`."""
     ours, theirs = ({(name, tensor.shape) for name, tensor in of.items()} for of in (expected, state))
     if wrong := sorted({name for name, _ in ours ^ theirs}):
         first = " and ".join(

@@ -85,7 +85,7 @@ class QBound(nn.Module):
             raise ValueError(f"the lowest return ({lowest}) must be below the highest ({highest})")
         self.scale = nn.Parameter(torch.tensor([scale], dtype=torch.float32))
         self.bias = nn.Parameter(torch.tensor([bias], dtype=torch.float32))
-        self.lowest, self.highest = lowest, highest
+        self.lowest, self.highest = float(lowest), float(highest)
 
     def forward(self, logits: Tensor) -> Tensor:
         return bounded_q(logits, self.scale, self.bias, lowest=self.lowest, highest=self.highest)

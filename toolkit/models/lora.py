@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from bitsandbytes.nn import Linear4bit
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, functional, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
@@ -278,20 +278,15 @@ def adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter
     return {own.sub(r"\1", name): p for name, p in model.named_parameters() if own.search(name)}
 
 
-def delete_remains(model: nn.Module, adapter: str) -> None:
-    """Take away what PEFT has put on some layers of an adapter that it then refused."""
+def delete_adapter(model: nn.Module, adapter: str) -> None:
+    """Take an adapter away, or what PEFT has put on some layers of one that it then refused. PEFT activates another in
+    its place if it was active."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
-        for layer in adapted_layers(model):
-            if any(adapter in getattr(layer, name) for name in layer.adapter_layer_names):
-                layer.delete_adapter(adapter)
-
-
-def delete_adapter(model: PeftModel, adapter: str) -> None:
-    """Take an adapter away. PEFT activates another in its place if it was active."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
-        model.base_model.delete_adapter(adapter)
+        active = functional.delete_adapter(model, adapter, "lora_")
+    if isinstance(model, PeftModel):
+        model.peft_config.pop(adapter, None)
+        model.base_model.active_adapter = active or []
 
 
 def trained_copy(module: nn.Module) -> nn.Module:

@@ -37,7 +37,6 @@ from toolkit.models.lora import (
     adapter_parameters,
     add_adapter,
     delete_adapter,
-    delete_remains,
 )
 from toolkit.models.trials import probe
 from toolkit.models.value_model import ValueModel
@@ -195,7 +194,7 @@ class SharedBase(FrozenLM):
             try:
                 self.model = add_adapter(self.model, config, name=role)
             except BaseException:
-                delete_remains(self.model, role)  # PEFT may have come to some of the layers
+                delete_adapter(self.model, role)  # PEFT may have come to some of the layers
                 self._restore_role()  # its adapter is active there
                 self.train_roles(*self.trained_roles)
                 raise
@@ -365,13 +364,12 @@ class SharedBase(FrozenLM):
         return [(layer, partial(merged_forward, layer, "policy")) for layer in layers]
 
     def _to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
-        layers = (layer for group in self._fused for layer in group.layers)
-        return to_merge(layers, "policy", head=self.lm_head, asked=asked, on_cpu=on_cpu)
+        return to_merge(self._layers, "policy", head=self.lm_head, asked=asked, on_cpu=on_cpu)
 
     @property
     def can_merge(self) -> bool:
         """Whether the policy's adapter is on a layer into whose weight it can be merged, without numbers too."""
-        return bool(to_merge(self._layers, "policy", head=self.lm_head, asked=True, on_cpu=False))
+        return bool(self._to_merge(asked=True, on_cpu=False))
 
     @property
     def merged_bytes(self) -> int:
