@@ -7,13 +7,12 @@ from typing import Any
 
 from accelerate.utils.operations import convert_outputs_to_fp32
 from datasets import Dataset
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import TrainingArguments
 
 from toolkit.checkpoints import kept_random_states
 from toolkit.costs.counted import Counted, as_on_a_card
 from toolkit.costs.passes import TOKEN, Phase, learning, of_all_layers, unpacked
-from toolkit.data import Kind
+from toolkit.data import Kind, doubling
 from toolkit.errors import within
 from toolkit.models import SharedBase, planned_for_cpu
 from toolkit.trainers.common import made_by_trl, precision
@@ -62,7 +61,8 @@ def counted_step(
         changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False} if sft else {}
         changes |= {"padding_free": True, "max_length": None} if in_line else {}
         make: Any = sft_trainer if sft else reward_trainer
-        given = replace(args, fp16=False, **changes), _tokenizer(), roles
+        # Nobody reads the ids, and so a plan needs no file of a tokenizer.
+        given = replace(args, fp16=False, **changes), doubling.tokenizer(), roles
         with within(stage), made_by_trl():
             trainer = make(*given, Dataset.from_list(rows), Dataset.from_list(evaluated))
         trainer.compute_loss_context_manager = precision(args, roles)
@@ -83,9 +83,3 @@ def counted_step(
             step, evaluation = of_all_layers(roles, count, args)
         vars(trainer.model).pop("forward", None)
     return step, evaluation
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """One for ids that nobody reads, so that a plan needs no file of a tokenizer."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<any>": TOKEN, "<end>": 2}, unk_token="<any>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")

@@ -32,7 +32,7 @@ from toolkit.functional.advantages import (
     shape_rewards,
 )
 from toolkit.functional.kl import KL_ESTIMATORS, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
-from toolkit.functional.logprobs import check_temperature, token_logprobs, token_logprobs_and_entropy
+from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
 from toolkit.functional.losses import (
     ClippedLoss,
     clipped_policy_loss,

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 from toolkit import processes
 from toolkit.data import PromptCollator, Rollout
 from toolkit.errors import DataError, LengthError, NotFiniteError
-from toolkit.functional import check_temperature, inverse_cdf
+from toolkit.functional import inverse_cdf
 from toolkit.models import LENGTH_MULTIPLE, LargestQ, RowProcessor, SharedBase, WeightedByQ
 from toolkit.portion import Portion
 
@@ -60,10 +60,6 @@ class Sampler:
     graphs: bool = False
     autocast: Callable[[], AbstractContextManager] | None = None
     portion: Portion = field(default_factory=all_at_once)
-
-    def __post_init__(self) -> None:
-        if self.temperature is not None:
-            check_temperature(self.temperature)
 
     @property
     def reference(self) -> "Sampler":
