@@ -2,13 +2,14 @@
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml.representer import RepresenterError
 
@@ -20,7 +21,7 @@ from toolkit.rewards.function import beside
 from toolkit.settings import fits
 from toolkit.spec.as_text import to_yaml
 from toolkit.spec.chat_template import with_template
-from toolkit.spec.insertions import only_keys, with_insertions
+from toolkit.spec.insertions import with_insertions
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import STAGES
 from toolkit.spec.plan import section as at_section
@@ -111,36 +112,43 @@ def check_yaml(text: str) -> yaml.Node | None:
     return root
 
 
-def _read(path: Path) -> DictConfig:
+def _plain(values: Any) -> Any:
+    """What OmegaConf has parsed, as plain dicts and lists: where it merged or resolved, it would ask its resolvers for
+    what `${…}` names, and they read the environment and more."""
+    return OmegaConf.to_container(values, resolve=False)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         root = check_yaml(text)
-        values = OmegaConf.create(text) if root is None or isinstance(root, yaml.MappingNode) else None
+        values = _plain(OmegaConf.create(text)) if root is None or isinstance(root, yaml.MappingNode) else None
     except _UNREADABLE as error:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
-    if not isinstance(values, DictConfig):
+    if not isinstance(values, dict):
         kind = type(root).__name__.removesuffix("Node").lower()
         raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {kind}.")
     if empty := next(_empty_stages(root), None):
         wrong = "is empty, which is YAML's null, and null takes a stage away."
         raise RecipeError(str(path), problems=[Problem(wrong, empty, f"Write {empty}: {{}} for its defaults.")])
-    return only_keys(values, str(path))
+    return values
 
 
 def plain_values(text: str) -> dict[str, Any]:
     """What a recipe's text says, as `load` reads it: by its own reader, and with `${key}` replaced.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or inserts something else.
     """
     try:
         root = check_yaml(text)
-        values = OmegaConf.create(text) if isinstance(root, yaml.MappingNode) else OmegaConf.create({})
-        raw = OmegaConf.to_container(only_keys(values, "a recipe"), resolve=False)
-    except (*_UNREADABLE, RecipeError) as error:
+        values = _plain(OmegaConf.create(text)) if isinstance(root, yaml.MappingNode) else {}
+    except _UNREADABLE as error:
         raise ValueError(_reason(error)) from error
-    assert isinstance(raw, dict)
-    return with_insertions({str(key): value for key, value in raw.items()})[0]
+    found, problems = with_insertions(values)
+    if problems:
+        raise RecipeError("a recipe", problems=problems)
+    return found
 
 
 def _empty_stages(root: yaml.Node | None) -> Iterator[str]:
@@ -150,14 +158,12 @@ def _empty_stages(root: yaml.Node | None) -> Iterator[str]:
             yield key.value
 
 
-def _given(values: Mapping[str, Any]) -> DictConfig:
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sections from Python, held to what a file can say."""
     try:
         text = to_yaml(dict(values))
         check_yaml(text)
-        return only_keys(OmegaConf.create(text), "what was given")
-    except RecipeError:
-        raise
+        return cast(dict[str, Any], _plain(OmegaConf.create(text)))
     except RepresenterError as error:
         wrong = f"what was given cannot be a recipe: {_key_of(error.args[-1], values)} is {error.args[-1]!r}."
         raise RecipeError(wrong, remedy="Give text, numbers, lists and sections.") from error
@@ -175,49 +181,42 @@ def _key_of(item: Any, values: Any, above: str = "") -> str:
     return ""
 
 
-def _overridden(values: DictConfig, override: str) -> DictConfig:
+def _change(override: str) -> dict[str, Any]:
+    """What an override says, as sections."""
     if not isinstance(override, str):
         wrong = f"override {override!r} is no text of the form section.key=value."
         raise RecipeError(wrong, remedy="Sections are given by name: ppo={…}.")
     key, equals, value = override.strip().partition("=")
     if not equals or not all(part.strip("[]{} ") for part in key.split(".")) or key.count(".") > _DEEPEST:
         raise RecipeError(f'override "{override}" is not of the form section.key=value.')
-    if value.strip().strip("'\"") == "???":  # which OmegaConf passes over
-        raise RecipeError(f'override "{override}" has no value.', field=key, remedy="Give one.")
     if not value.strip():  # YAML's null, as where a variable of the shell is not set
         wrong = f'override "{override}" has no value.'
         empty = f'an empty text is "{key}=\'\'" on the command line, SET="{key}=\\"\'\'\\"" with make'
         raise RecipeError(wrong, field=key, remedy=f"Give one: {empty}; null takes a stage's key away.")
     try:
         node = check_yaml(value)
-        change = only_keys(OmegaConf.from_dotlist([override.strip()]), f'override "{override}"')
-        merged = OmegaConf.merge(values, change)
-    except RecipeError:
-        raise
+        change: dict[str, Any] = _plain(OmegaConf.from_dotlist([override.strip()]))
     except _UNREADABLE as error:
-        raise RecipeError(f'override "{override}" does not fit the recipe: {_reason(error)}') from error
-    assert isinstance(merged, DictConfig)
+        raise RecipeError(f'override "{override}" cannot be read: {_reason(error)}') from error
     if left_out := value[0 if node is None else node.end_mark.index :].strip():
         wrong = f'override "{override}": "{left_out}" would be a comment of YAML.'
         raise RecipeError(wrong, field=key, remedy="Put the value in quotes of its own.")
-    return merged
+    return change
+
+
+def _merged(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Values with a change, which goes into the sections that are there and replaces all else."""
+    both = {
+        key: _merged(values[key], item) if isinstance(item, dict) and isinstance(values.get(key), dict) else item
+        for key, item in change.items()
+    }
+    return {**values, **both}
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply."
     return " ".join((getattr(error, "strerror", None) or str(error)).split())  # a file's name is said already
-
-
-def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
-    """Keys that are given beside the recipe, one by one (`data.train=file`) or in a section (`data={train: file}`)."""
-    given: list[tuple[str, Any]] = list(sections.items())
-    for override in overrides:
-        key, _, value = override.strip().partition("=")
-        key = ".".join(re.findall(r"[^.\[\]]+", key))  # OmegaConf takes ppo[seed], too
-        given.append((key, yaml.safe_load(value) if value.lstrip().startswith("{") else value))
-    within = {f"{key}.{name}" for key, value in given if isinstance(value, Mapping) for name in value}
-    return {key for key, _ in given} | within
 
 
 def _without_what_hides(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -383,26 +382,14 @@ def load(
     """As `toolkit.recipes.load`, for those that make no trainers of it."""
     runs = Path(os.path.expanduser(runs_dir))
     path, own, run = _named(name, run, runs)
-    values = _given(name) if isinstance(name, Mapping) else _read(path)
-    begun: Any = OmegaConf.to_container(values, resolve=False)
-    if sections:
-        try:
-            values = DictConfig(OmegaConf.merge(values, _given(sections)))
-        except TypeError as error:  # of a list in the place of a section
-            wrong = f"{', '.join(sections)}: what was given does not fit the recipe: {error}."
-            raise RecipeError(wrong, remedy="Give sections with keys.") from error
-    for override in overrides:
-        values = _overridden(values, override)
-    try:
-        raw = OmegaConf.to_container(values, resolve=False, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise RecipeError(str(path), problems=[Problem(_reason(error))]) from error
-    assert isinstance(raw, dict)
-    resolved, problems = with_insertions({str(key): value for key, value in raw.items()})
+    begun = _given(name) if isinstance(name, Mapping) else _read(path)
+    changes = [_given(sections or {}), *map(_change, overrides)]
+    resolved, problems = with_insertions(reduce(_merged, changes, begun))
     if problems:
         raise RecipeError(str(path), problems=problems)
+    sections_given = [(section, inside) for change in changes for section, inside in change.items()]
+    given = {f"{section}.{key}" for section, inside in sections_given if isinstance(inside, dict) for key in inside}
     try:
-        given = _keys_of(overrides, sections or {})
         found = _without_null(resolved)
         found = _without_what_hides(found, given)
         found = _without_the_replaced(found, given, begun)
