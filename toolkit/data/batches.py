@@ -89,20 +89,6 @@ class RatedCollator:
         }
 
 
-@dataclass(frozen=True)
-class _Behind:
-    """The batches of a sampler behind the first few, which are drawn all the same."""
-
-    sampler: Any
-    first: int
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.sampler, self.first, None)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
 class PlacedDataLoader(DataLoader):
     """A `DataLoader` whose order comes from a generator of its own, and whose place can be saved and restored.
 
@@ -131,10 +117,13 @@ class PlacedDataLoader(DataLoader):
             yield batch
         self.end_pass()
 
+    def __len__(self) -> int:
+        return len(super()._index_sampler)
+
     @property
     def _index_sampler(self) -> Any:
         """What the pass takes the numbers of its rows from: those of batches to skip are drawn, their rows not read."""
-        return _Behind(super()._index_sampler, self._first)
+        return islice(super()._index_sampler, self._first, None)
 
     def next_batch(self) -> Any:
         """The next batch, of the next pass where one ends."""

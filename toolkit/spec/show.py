@@ -6,7 +6,6 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-import torch
 import yaml
 from peft import LoraConfig
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig
@@ -35,12 +34,8 @@ def owner_defaults(owner: type) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(_plain(item) for item in value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value

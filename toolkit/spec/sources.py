@@ -5,7 +5,6 @@ earlier stage. A value role can also be a `CopyOf` the reward role, be `SharedWi
 or stand on an `OwnBase`, and the reference can be the `BaseItself`. `toolkit.spec.resolve` decides which.
 """
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -68,12 +67,9 @@ def lora_config(values: Values) -> LoraConfig:
 def _trained_as(folder: Path, role: str) -> str:
     """The base that an adapter names as its own, of which one of the same shape would be taken without a word; and that
     a role without a head has one of a classifier."""
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        base, task = config["base_model_name_or_path"], config.get("task_type")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""
-    head = " as a classifier, whose head is left out" if task == "SEQ_CLS" and not has_head(role) else ""
+    config = read_object(folder / "adapter_config.json") or {}
+    base, of_classes = config.get("base_model_name_or_path"), config.get("task_type") == "SEQ_CLS"
+    head = " as a classifier, whose head is left out" if of_classes and not has_head(role) else ""
     return f", trained{f' on {base}' if base else ''}{head}" if base or head else ""
 
 
