@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,14 +170,7 @@ def measure(
             built = build(given, roles, work, Path(folder), value=value, **form)
             run_ours(built, work, clock, WARM_UP + given.updates)
         except Exception as error:
-            # In the reward, or outside.
-            if any(isinstance(one, torch.cuda.OutOfMemoryError) for one in (error, error.__cause__)):
-                return {**row, "out_of_memory": clock.phase or "building"}
-            # No room to merge, a base without graphs, or a check that holds two computations against each other; with a
-            # cause it is a recording that failed.
-            foreseen = isinstance(error, ConfigError | SelfCheckError)
-            said = str(error) if foreseen else f"{type(error).__name__}: {error}"
-            return {**row, "refused": said, "broken": not foreseen or error.__cause__ is not None}
+            return row | _failed(error, clock.phase or "building")
         finally:
             roles.gradient_checkpointing_disable()
             roles.zero_grad()  # where memory ran out, some are left
@@ -198,6 +191,18 @@ def measure(
         "lowered": {name: portion.rows for name, (portion, asked) in portions.items() if portion.rows < asked},
         "samples_per_second": work.size.rollouts / sum(seconds.values()),
     }
+
+
+def _failed(error: Exception, phase: str) -> dict[str, Any]:
+    """What a row says that came to nothing."""
+    # In the reward, or outside.
+    if any(isinstance(one, torch.cuda.OutOfMemoryError) for one in (error, error.__cause__)):
+        return {"out_of_memory": phase}
+    # No room to merge, a base without graphs, or a check or trial that holds two computations against each other; with
+    # a cause it is a recording, or a kernel, that failed.
+    foreseen = isinstance(error, ConfigError | ModelError | SelfCheckError)
+    said = str(error) if foreseen else f"{type(error).__name__}: {error}"
+    return {"refused": said, "broken": not foreseen or error.__cause__ is not None}
 
 
 def _foreseen(given: Settings, work: Work, *, value: str, **form: Any) -> dict[str, dict[str, float]]:
@@ -265,27 +270,37 @@ def run(
     uneven = [{**FORMS[0], "lengths": how} for how in ("uneven", PACKED)]
     for value, of_base in [("separate", (*FORMS, *uneven)), ("shared", (*FORMS, *uneven, *by_graphs)), *last]:
         forms = [form for form in of_base if _key({"value": value, "lengths": "even", **form}) not in done]
-        if not forms:
-            continue
-        base = random_llama(given.llama, given.device)
-        result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
-        roles = add_roles(_shared(base), value)
-        for form in forms:
-            how = form.get("lengths", "even")
-            work = how.split(",")[0]
-            asked = {key: setting for key, setting in form.items() if key != "lengths"}
-            row = measure(given, roles, works[work], value=value, pack=how == PACKED, **asked) | {"lengths": how}
+        for row in _rows(given, value, forms, works, result["model"]) if forms else ():
             if "seconds" in row:
-                row["over_floor"] = sum(row["seconds"].values()) / sum(floors[work][value]["seconds"].values())
+                of_work = floors[row["lengths"].split(",")[0]]
+                row["over_floor"] = sum(row["seconds"].values()) / sum(of_work[value]["seconds"].values())
             result["rows"].append(row | {"processor": result["machine"]["processor"]})
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
             if row.get("broken"):
                 return result
             _free()
-        del base, roles
         _free()
     return _with_plans(result, given, works["even"], save)
+
+
+def _rows(
+    given: Settings, value: str, forms: Sequence[dict[str, Any]], works: Mapping[str, Work], model: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The rows of a base; where it cannot be made, each says why. `model` is told of its weights."""
+    try:
+        base = random_llama(given.llama, given.device)
+        model["weights_gb"] = weight_bytes_of(base) / 1e9
+        roles = add_roles(_shared(base), value)
+    except Exception as error:
+        failed = _failed(error, "loading")
+        yield from ({"value": value, **form, "lengths": form.get("lengths", "even"), **failed} for form in forms)
+        return
+    for form in forms:
+        how = form.get("lengths", "even")
+        asked = {key: setting for key, setting in form.items() if key != "lengths"}
+        row = measure(given, roles, works[how.split(",")[0]], value=value, pack=how == PACKED, **asked)
+        yield row | {"lengths": how}
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

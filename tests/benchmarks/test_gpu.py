@@ -14,7 +14,7 @@ from benchmarks.work import PHASES
 from tests.recorded import graphs_without_a_card
 from tests.tiny_runs import REPOSITORY
 from toolkit.costs import Costs, Phase
-from toolkit.errors import ConfigError, RewardError, SelfCheckError
+from toolkit.errors import ConfigError, ModelError, RewardError, SelfCheckError
 from toolkit.models import base_checks
 from toolkit.trainers import self_checks
 
@@ -144,6 +144,34 @@ def test_a_row_that_breaks_off_ends_its_process_and_loses_no_other(monkeypatch):
         ("separate", "merged_graphs"),
     ]
     assert asked == plain + by_graphs and ends == [3, 11, 14] and len(found["rows"]) == 14
+
+
+@pytest.mark.parametrize(
+    ("fails", "rows", "said"),
+    [
+        (lambda: ModelError("the base computes otherwise"), 10, {"refused": "the base computes otherwise"}),
+        (lambda: torch.cuda.OutOfMemoryError("out of memory"), 10, {"out_of_memory": "loading"}),
+        (lambda: RuntimeError("CUDA error"), 1, {"refused": "RuntimeError: CUDA error", "broken": True}),
+    ],
+)
+def test_a_base_that_cannot_be_made_is_told_of_in_its_rows(monkeypatch, fails, rows, said):
+    """And where the card has not failed, the next one is measured."""
+    saved, kept = [], gpu.add_roles
+
+    def placed(roles, value):
+        if value == "separate":
+            raise fails()
+        return kept(roles, value)
+
+    monkeypatch.setattr(gpu, "measure", lambda given, roles, work, *, value, **form: {"value": value, **form})
+    monkeypatch.setattr(gpu, "_line", str)
+    monkeypatch.setattr(gpu, "add_roles", placed)
+    monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
+    found = gpu.run(gpu.settings(small=True), Console(quiet=True), lambda result: saved.append(len(result["rows"])))
+    of_base = [row for row in found["rows"] if row["value"] == "separate"]
+    assert saved == [*range(1, rows + 1)] and all(said.items() <= row.items() for row in of_base)
+    assert len({gpu._key(row) for row in found["rows"]}) == rows and len(of_base) == min(rows, 5)
+    assert ("whole" in found) == (rows > 1)
 
 
 def test_a_run_that_was_cut_short_goes_on_with_its_next_row(monkeypatch):
