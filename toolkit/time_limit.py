@@ -9,14 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SECONDS = 10.0
-"""For what takes milliseconds."""
-MEGABYTES = 1024
-"""For what takes kilobytes."""
-
 
 @contextmanager
-def time_limit(seconds: float = SECONDS, megabytes: int = MEGABYTES) -> Iterator[None]:
+def time_limit(seconds: float = 10.0, megabytes: int = 1024) -> Iterator[None]:  # of what takes ms, and kB
     """Inside, Python code ends in a TimeoutError after so many seconds, and in a MemoryError where it takes so many
     megabytes more.
 

@@ -768,15 +768,6 @@ def test_another_frozen_adapter_of_q_is_refused_also_where_no_step_is_left(tmp_p
         with pytest.raises(CheckpointError, match="the reward adapter is not the one that this run began with"):
             run(3, steps, tmp_path / "checkpoint-1")
     run(2, 2, tmp_path / "checkpoint-1")
-    change_sealed(tmp_path / "checkpoint-1", "state.json", without_frozen)  # as one of before has none
-    run(3, 2, tmp_path / "checkpoint-1")
-
-
-def without_frozen(text):
-    state = json.loads(text)
-    own = dict(state["map"])["own"]
-    own["map"] = [[name, value] for name, value in own["map"] if name != "frozen"]
-    return json.dumps(state)
 
 
 def test_another_shape_of_adapter_is_refused(tmp_path, monkeypatch):

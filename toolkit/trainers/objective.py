@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,13 +18,6 @@ from toolkit.trainers.ppo_config import PPOConfig
 _NOTHING_TO_LEARN = 1e-6  # rounding leaves about as much
 
 
-# Which responses each setting of `PPOConfig` is subtracted from the scores of, where it is given: bool (B,).
-_PENALTIES: dict[str, Callable[[Rollout, PPOConfig], Tensor]] = {
-    "missing_eos_penalty": lambda rollout, args: ~torch.tensor(rollout.ended),
-    "short_response_penalty": lambda rollout, args: torch.tensor(rollout.lengths) < args.min_response_length,
-}
-
-
 class ScoreShaper:
     """Scales, centres and clips scores by what was seen so far, those of this update among it, as TRL up to 0.11 did
     under the same names."""
@@ -33,7 +25,7 @@ class ScoreShaper:
     def __init__(self, args: PPOConfig):
         self.args, self.moments = args, F.Moments()
         self.scales = args.use_score_scaling or args.score_clip is not None
-        self.penalizes = any(getattr(args, name) is not None for name in _PENALTIES)
+        self.penalizes = args.missing_eos_penalty is not None or args.short_response_penalty is not None
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Scaled scores, (B,); remembers those that it is given."""
@@ -61,9 +53,12 @@ class ScoreShaper:
         return scores.total, self._penalized(scores.total, rollout), at_end
 
     def _penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        for name, of_which in _PENALTIES.items():
-            if (penalty := getattr(self.args, name)) is not None:
-                scores = torch.where(of_which(rollout, self.args), scores - penalty, scores)
+        args = self.args
+        if args.missing_eos_penalty is not None:
+            scores = torch.where(torch.tensor(rollout.ended), scores, scores - args.missing_eos_penalty)
+        if args.short_response_penalty is not None:
+            short = torch.tensor(rollout.lengths) < args.min_response_length
+            scores = torch.where(short, scores - args.short_response_penalty, scores)
         return scores
 
 

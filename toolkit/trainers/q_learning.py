@@ -144,11 +144,6 @@ class QTrainer(TransformersLoop, SamplingTrainer):
             raise ToolkitError(wrong, field="decoding", remedy="Set it to sample.")
         return super().best_of(prompts, n)
 
-    def check_run(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """As of every trainer that samples; an older checkpoint knows no frozen adapters."""
-        own = {"frozen": self.frozen, **state["own"]}
-        super().check_run(checkpoint, {**state, "own": own})
-
     def own_state(self) -> dict[str, Any]:
         return {**super().own_state(), "sums_from": self._sums_from, "frozen": self.frozen}
 

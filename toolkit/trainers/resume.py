@@ -358,7 +358,8 @@ class ResumableTrainer(BestOfSaved):
 
     def _begin_anew(self) -> None:
         self._saved_at, step, way = None, self.state.global_step, "train(resume_from_checkpoint=True)"
-        told = self._trained_before()
+        told = f" Only the step count and schedule restart: this trainer has {step} steps behind it, and keeps its "
+        told = f"{told}weights and optimizer. A new trainer begins with the initial ones." if step else ""
         if self._leave_earlier_try("training begins anew", way, logged_itself=step > 0, told=told):
             return
         if step:  # of which there is nothing to go back to
@@ -366,10 +367,3 @@ class ResumableTrainer(BestOfSaved):
                 one.begin_anew(logged_itself=True)
                 one.drop_earlier()
             warnings.warn(f"training begins anew.{told}", stacklevel=3)
-
-    def _trained_before(self) -> str:
-        """What does not begin anew where a trainer that has trained is told to train."""
-        if not (steps := self.state.global_step):
-            return ""
-        told = f" Only the step count and schedule restart: this trainer has {steps} steps behind it, and keeps its "
-        return f"{told}weights and optimizer. A new trainer begins with the initial ones."
