@@ -8,6 +8,7 @@ from tests.tiny_models import ARCHITECTURES, lora, randomize, shared_base, tiny_
 from tests.tolerances import EXACT, FP32
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models import SharedBase, load_base, save_role
+from toolkit.models.lora import delete_adapter
 
 IDS = torch.tensor([[1, 5, 9, 12, 7]])
 MASK = torch.ones_like(IDS)
@@ -316,3 +317,12 @@ def test_tests_share_no_weight_of_a_base_that_was_made_once():
         for parameter in spoilt.parameters():
             parameter.zero_()
     assert torch.equal(said(shared_base()), expected) and not torch.equal(said(spoilt), expected)
+
+
+def test_another_adapter_is_added_after_the_active_one_was_taken_away():
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    base.add_role("reward", lora())  # the last to come, so PEFT has it for the active one
+    delete_adapter(base.model, "reward")
+    base.model.add_adapter("value", lora())
+    assert set(base.model.peft_config) == {"policy", "value"}
