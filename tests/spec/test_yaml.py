@@ -23,6 +23,8 @@ ALIASES = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10 if i else ['1'
     [
         ("1: x", "a key has to be text, in quotes if need be: '1' in line 1 is not."),
         ("ppo:\n  no: 1", "'no' in line 2 is not"),
+        ("1e3: 5", "1000.0 — no such section."),
+        ("adapters:\n  1e3: {}", "1000.0"),
         ("[a]: 1", "a sequence in line 1 is not"),
         ("seed: !!float x", "cannot be read as YAML"),
         ("seed: !!python/name:os.system", "cannot be read as YAML"),

@@ -27,7 +27,8 @@ def with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Proble
 
     def insert(value: Any, place: str) -> Any:
         if isinstance(value, dict):
-            return {key: insert(item, f"{place}.{key}".lstrip(".")) for key, item in value.items()}
+            # OmegaConf makes a number of a key such as 1e3, which is text to YAML.
+            return {str(key): insert(item, f"{place}.{key}".lstrip(".")) for key, item in value.items()}
         if isinstance(value, list):
             return [insert(item, f"{place}.{i}") for i, item in enumerate(value)]
         if value == "???":
