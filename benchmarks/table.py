@@ -223,9 +223,10 @@ def gpu_rows(result: Mapping[str, Any]) -> tuple[Sequence[str], list[list[str]]]
 
 def _gpu(result: Mapping[str, Any]) -> str:
     model, work = result["model"], result["work"]
+    weights = f": {model['weights_gb']:.2f} GB" if "weights_gb" in model else ""  # none where no base could be made
     about = (
         f"{where(result)} Model: a Llama of {model['parameters'] / 1e9:.2f} billion parameters with random weights, "
-        f"hidden size {model['hidden_size']}, {model['layers']} layers, in NF4: {model['weights_gb']:.2f} GB. "
+        f"hidden size {model['hidden_size']}, {model['layers']} layers, in NF4{weights}. "
         f"{work['rollouts']} rollouts, prompts of {work['prompt_tokens']} tokens, responses of "
         f"{work['response_tokens']} (uneven lengths are from an eighth of these to them), {work['epochs']} epochs, "
         f"micro-batch {work['micro_batch']}; medians of {result['arguments']['updates']} updates. In brackets what "

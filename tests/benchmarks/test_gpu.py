@@ -174,6 +174,16 @@ def test_a_base_that_cannot_be_made_is_told_of_in_its_rows(monkeypatch, fails, r
     assert ("whole" in found) == (rows > 1)
 
 
+def test_a_machine_on_which_no_base_can_be_made_has_a_table_that_says_so(monkeypatch):
+    def fails(*given):
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(gpu, "random_llama", fails)
+    monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
+    found = gpu.run(gpu.settings(small=True), Console(quiet=True), lambda result: None)
+    assert table.section("gpu", found).count("out of memory") == len(found["rows"]) == 10
+
+
 def test_a_run_that_was_cut_short_goes_on_with_its_next_row(monkeypatch):
     given, made, saved, planned = gpu.settings(small=True), [], [], []
     figures = dict.fromkeys(PHASES, 1.0)

@@ -278,7 +278,7 @@ def test_bad_folders(tmp_path):
         state["base_model.model.score.weight"] = torch.zeros(1, 7)
         save_file(state, path)
 
-    with pytest.raises(AdapterError, match=r"weight first: it is \[1, 7\] there and \[1, 32\] here"):
+    with pytest.raises(AdapterError, match=r"head.weight first: it is \[1, 7\] there and \[1, 32\] here"):
         load_role(bare(), "reward", broken("g", other_head))
 
     def other_modules(folder):

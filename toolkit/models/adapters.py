@@ -318,5 +318,10 @@ def _split_head(state: State, role: str, folder: Path) -> tuple[State, State | N
 
 def _set_head(base: SharedBase, role: str, state: State, folder: Path) -> None:
     head = base.head(role)
-    check_fits(state, head.state_dict(), folder)
+    own = head.state_dict()
+    if state.keys() != own.keys():
+        wrong = f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(sorted(own))}."
+        raise AdapterError(wrong, remedy="Give the role's head a bias, or none, as the folder has it.")
+    saved, ours = ({f"head.{name}": tensor for name, tensor in of.items()} for of in (state, own))
+    check_fits(saved, ours, folder)
     head.load_state_dict(state)
