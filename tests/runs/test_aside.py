@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from toolkit.cli import app
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import aside, owned
-from toolkit.runs.folder import NotSeen, recover, recover_to_read, restore
+from toolkit.runs.folder import check_whole, run_folder
 from toolkit.runs.listing import all_runs
 
 STAGE = {"metrics.jsonl": "metrics", "policy/adapter_model.safetensors": "weights"}
@@ -109,67 +110,43 @@ def test_what_is_replaced_comes_back_as_it_was(run):
     assert content(run) == before and sorted(os.listdir(run)) == ["eval", "notes.md", "ppo", "recipe.yaml", "sft"]
 
 
-def test_where_nothing_can_be_deleted_what_is_to_be_stays(run, monkeypatch):
-    """As on a disk that is mounted to be read alone: a run there is chatted with."""
-    write(run, {".deleted/ppo/result.json": "old"})
-    assert aside.is_open(run)
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    assert not aside.is_open(run)
-
-
-def test_a_stage_of_a_run_s_own_recipe_finds_it_where_a_kill_has_left_it(run, monkeypatch):
-    seen = []
-    monkeypatch.setattr("toolkit.recipes.load", lambda recipe, *rest, **named: seen.append(Path(recipe).read_text()))
-    again = ["ppo", str(run / "recipe.yaml"), "--resume", "--runs-dir", str(run.parent)]
-    aside.make_room(run, ["ppo", "eval"], wanted="ppo")
-    assert not (run / "recipe.yaml").exists()
-    CliRunner().invoke(app, again)
-    begin_anew(run)  # what has begun under a recipe of its own goes on with that
-    CliRunner().invoke(app, again)
-    assert seen == ["old recipe", "new recipe"]
-
-
 OTHERS = "scorer: {function: theirs.py:run}\nbase: {model: theirs}"
 
 
+@pytest.mark.parametrize("names", [["ppo", "eval"], ["sft", "ppo", "eval"]])
 @pytest.mark.parametrize("moves", [
     [],
     [["recipe.yaml", ".deleted/recipe.yaml"], [".replaced/recipe.yaml", "recipe.yaml"]],
     [["recipe.yaml", ".deleted/recipe.yaml"], [".unfinished/recipe.yaml", "recipe.yaml"]],
-    [["recipe.yaml", ".deleted/recipe.yaml"], [".unfinished/recipe.yaml", ".replaced/recipe.yaml"],
-     [".replaced/recipe.yaml", "recipe.yaml"]],
+    [[".replaced/ppo/own.py", "ppo/own.py"]],
 ])  # fmt: skip
-def test_a_recipe_that_loads_something_else_comes_back_to_those_alone_who_train(moves, run):
-    """Somebody else's run is used once the recipe in its folder has been read."""
-    shown = "base: {model: known}"
-    if moves:  # which say which it is
-        hidden = moves[1][0]
-        write(run, {"recipe.yaml": shown, hidden: OTHERS, ".moves.json": json.dumps({"moves": moves, "into": None})})
-    else:
-        hidden = ".replaced/recipe.yaml"
-        write(run, {"recipe.yaml": OTHERS})
-        aside.make_room(run, ["ppo"], wanted="ppo")
-        write(run, {"recipe.yaml": shown})
+def test_who_reads_a_run_brings_nothing_back(moves, names, run):
+    """Somebody else's run is used once the recipe in its folder has been read: no other one comes in its place."""
+    aside.make_room(run, names, wanted="ppo")
+    write(run, {"recipe.yaml": "base: {model: known}", ".replaced/recipe.yaml": OTHERS, ".replaced/ppo/own.py": "code"})
+    if moves:
+        journal = {"into": ".deleted", "from": ".replaced", "names": names, "wanted": "ppo", "moves": moves}
+        write(run, {".moves.json": json.dumps(journal), ".unfinished/recipe.yaml": OTHERS})
     before = content(run)
-    with pytest.raises(ToolkitError, match=rf"{hidden} would .* another scorer.function and base.model.*Read"):
-        recover(run)
-    recover_to_read(run)
-    assert {name: text for name, text in content(run).items() if name != ".lock"} == before
-    if not moves:
-        said = restore(run)
-        assert said.endswith(
-            "earlier ppo again. Its recipe.yaml is the earlier one again, too: it has another scorer.function and "
-            "base.model."
-        )
-        assert content(run)["recipe.yaml"] == OTHERS and content(run)["ppo/result.json"] == "old result"
+    told = rf"run keeps its earlier {'sft and ppo' if 'sft' in names else 'ppo'} aside: .*Run its ppo stage"
+    with pytest.raises(ToolkitError, match=told):
+        check_whole(run)
+    check_whole(run, "reward")
+    (listed,) = all_runs(run.parent)
+    assert re.search(told, listed.told.text()) and content(run) == before
 
 
-def test_a_recipe_that_no_move_brings_back_is_no_reason_to_refuse(run):
-    """What was begun before is kept in `.unfinished`, also while a kill breaks off further moves."""
-    write(run, {".unfinished/recipe.yaml": OTHERS, ".moves.json": json.dumps({"into": None, "moves": [
-        [".taken/metrics.jsonl", "q/metrics.jsonl"]]}), ".taken/metrics.jsonl": "q"})  # fmt: skip
-    recover(run)
-    assert content(run)["q/metrics.jsonl"] == "q" and content(run)["recipe.yaml"] == "old recipe"
+def test_a_run_is_found_where_a_kill_has_left_its_recipe(run):
+    """But a command that runs a stage takes no recipe that nobody has named."""
+    again = ["ppo", str(run / "recipe.yaml"), "--resume", "--runs-dir", str(run.parent)]
+    aside.make_room(run, ["ppo", "eval"], wanted="ppo")
+    assert not (run / "recipe.yaml").exists() and run_folder("run", run.parent) == run
+    assert [one.name for one in all_runs(run.parent)] == ["run"]
+    ran = CliRunner().invoke(app, again)
+    assert ran.exit_code == 1 and "keeps its earlier ppo aside" in ran.output
+    assert not (run / "recipe.yaml").exists()
+    begin_anew(run)
+    assert "aside: what" not in CliRunner().invoke(app, again).output
 
 
 @pytest.mark.parametrize("moved", [
@@ -188,25 +165,6 @@ def test_what_is_none_of_a_stage_does_not_come_back(run):
     write(run / aside.REPLACED, {"reward.py": "theirs"})
     aside.put_back(run, keep=False)
     assert not (run / "reward.py").exists() and content(run)["ppo/result.json"] == "old result"
-
-
-def test_code_comes_back_to_who_runs_a_stage_alone(run):
-    """As of a checkpoint of a model with `trust_remote_code`."""
-    with whole_folder(run / "ppo" / "checkpoint-2") as checkpoint:
-        write(checkpoint, {"state.json": "old checkpoint", "model/own.py": "code"})
-    before = content(run)
-    begin_anew(run)
-    told = r"replaced/ppo/checkpoint-2/model/own.py is code that would come back to .*If you trust it, run a stage"
-    with pytest.raises(NotSeen, match=told):
-        recover(run)
-    aside.put_back(run, keep=False)
-    assert content(run) == before
-    moves = [[".taken/own.py", "q/own.py"]]
-    write(run, {".taken/own.py": "code", ".moves.json": json.dumps({"into": None, "moves": moves})})
-    with pytest.raises(NotSeen, match="taken/own.py is code that would come back"):
-        recover(run)
-    aside.settle(run)
-    assert content(run) == {**before, "q/own.py": "code"}
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):

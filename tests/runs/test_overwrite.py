@@ -18,10 +18,8 @@ from toolkit.runs import stage as stage_module
 from toolkit.runs.aside import REPLACED, UNFINISHED
 from toolkit.runs.comparison import compare
 from toolkit.runs.folder import claim, finish, way_on
-from toolkit.runs.listing import all_runs
 from toolkit.runs.lock import at_work
 from toolkit.runs.take_over import take_over
-from toolkit.spec.load import load
 from toolkit.trainers.resume import ResumableTrainer
 
 RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
@@ -200,13 +198,7 @@ def test_a_killed_overwrite_is_undone_by_the_next_start(tmp_path, checkpoint, ca
     finished(recipe, "ppo")
     before = content(recipe.folder)
 
-    taker = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="taker")
-    compared = tmp_path / "compared.html"
     starts = (
-        (lambda: list(all_runs(recipe.runs_dir)), nullcontext()),
-        (lambda: compare(["chat", "chat"], compared, runs_dir=recipe.runs_dir), pytest.raises(RecipeError)),
-        (lambda: take_over(taker, "chat", ["reward"]), pytest.raises(RecipeError)),
-        (lambda: open_run(recipe.run, runs_dir=recipe.runs_dir), nullcontext()),
         (lambda: stages.run(recipe, "ppo"), nullcontext()),
         (lambda: stages.run(other, "ppo"), pytest.raises(RecipeError, match="ppo.kl_coef is not set there")),
     )
@@ -216,12 +208,32 @@ def test_a_killed_overwrite_is_undone_by_the_next_start(tmp_path, checkpoint, ca
         with outcome:
             start()
         assert content(recipe.folder) == before
-    assert "has its earlier ppo again" in capsys.readouterr().out
-    # While somebody is at work there, a reader leaves all as it is.
+    said = "has its earlier ppo again. Its recipe.yaml is the earlier one, too."
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_killed_overwrite_stays_as_it_is_for_those_who_read(tmp_path, checkpoint):
+    recipe = recipe_of(tmp_path, checkpoint)
+    other = recipe_of(tmp_path, checkpoint, "scorer.function=toolkit.rewards.rules:no_comma")
+    finished(recipe, "ppo")
     claim(other, "ppo", overwrite=True)
+    before = content(recipe.folder)
+    taker = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="taker")
+    for reader in (
+        lambda: compare(["chat", "chat"], tmp_path / "compared.html", runs_dir=recipe.runs_dir),
+        lambda: take_over(taker, "chat", ["reward"]),
+    ):
+        with pytest.raises(RecipeError):
+            reader()
+    told = "chat keeps its earlier ppo aside: what was begun instead has not finished. Run its ppo stage ("
+    with pytest.raises(ToolkitError, match=re.escape(told)):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
     with at_work(recipe.folder), pytest.raises(RecipeError, match="its ppo stage has not finished"):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
-    assert (recipe.folder / REPLACED).is_dir()
+    assert told in command_here("runs", "--runs-dir", recipe.runs_dir).stdout
+    assert content(recipe.folder) == before
+    assert stages.run(recipe, "ppo")["mark"] == "old" and open_run("chat", runs_dir=recipe.runs_dir)
+    assert not (recipe.folder / REPLACED).exists()
 
 
 def test_a_prerequisite_that_has_finished_is_not_lost_with_the_stage_that_failed(tmp_path, checkpoint, monkeypatch):
@@ -302,21 +314,3 @@ def test_a_stage_that_is_repeated_names_what_stands_on_the_one_before(tmp_path, 
     said = "ppo of this run was trained on the reward that is now replaced; --overwrite repeats it (make: OVERWRITE=1)."
     assert said in " ".join(capsys.readouterr().out.split())
     assert (recipe.stage_folder("ppo") / "result.json").is_file()  # it stays
-
-
-# ---------------------------------------------------------------------- somebody else's run
-
-
-def test_a_reward_that_is_not_the_shown_one_s_comes_back_with_a_stage_that_names_it(tmp_path, checkpoint, capsys):
-    recipe = recipe_of(tmp_path, checkpoint)
-    finished(recipe, "ppo")
-    other = recipe_of(tmp_path, checkpoint, "scorer.function=toolkit.rewards.rules:no_comma")
-    claim(other, "ppo", overwrite=True)  # and a kill
-    told = "recipe.yaml, and has another scorer.function. Read it. If you trust it, run"
-    with pytest.raises(ToolkitError, match=told):
-        open_run("chat", runs_dir=recipe.runs_dir)
-    (listed,) = all_runs(recipe.runs_dir)
-    assert told in listed.told.text() and told in command_here("runs", "--runs-dir", recipe.runs_dir).stdout
-    kept = load(recipe.folder / REPLACED / "recipe.yaml", run="chat", runs_dir=recipe.runs_dir)
-    assert stages.run(kept, "ppo")["mark"] == "old" and "Its recipe.yaml is the earlier one" in capsys.readouterr().out
-    assert not (recipe.folder / REPLACED).exists() and open_run("chat", runs_dir=recipe.runs_dir)

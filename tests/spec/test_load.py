@@ -21,7 +21,6 @@ from toolkit.rewards.function import in_no_file
 from toolkit.runs.differences import changes
 from toolkit.runs.take_over import take_over
 from toolkit.spec import stage as stage_section
-from toolkit.spec.load import plain_values
 from toolkit.spec.shipped import recipe_folder
 from toolkit.spec.sources import lora_config
 from toolkit.spec.stage import check_stage
@@ -423,11 +422,6 @@ def test_only_plain_values_of_the_recipe_are_inserted(text, tmp_path, monkeypatc
     ) as error:
         load_changed(tmp_path, base=base, seed=0)
     assert "a secret" not in str(error.value)
-
-
-def test_what_a_kept_recipe_would_insert_is_refused():
-    with pytest.raises(ValueError, match="only plain values of the recipe itself can be inserted"):
-        plain_values("start: {policy: '${oc.env:HOME}'}")
 
 
 @pytest.mark.parametrize("override", ["base.dtype=float32", "base=null", "seed=1"])

@@ -32,13 +32,13 @@ def _stage(stage: str, text: str, example: str) -> None:
         from toolkit.processes import agreed, by_main
         from toolkit.recipes import load
         from toolkit.runs import stages
-        from toolkit.runs.folder import recover_to_read
+        from toolkit.runs.folder import check_whole
         from toolkit.runs.owned import RECIPE_FILE
 
         with agreed():  # an error of all is told once
             path = Path(os.path.expanduser(recipe))
-            if path.name == RECIPE_FILE:  # of a run, from which a kill may have moved it aside
-                by_main(lambda: None if os.path.isfile(path) else recover_to_read(path.parent))
+            if path.name == RECIPE_FILE and not os.path.isfile(path):  # a kill may have left that of a run aside
+                by_main(lambda: check_whole(path.parent))
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
         named = replace(loaded, name=name or loaded.name)
         stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)

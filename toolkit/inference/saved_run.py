@@ -22,7 +22,7 @@ from toolkit.errors import CheckpointError, RecipeError, within
 from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import check_outputs, find_run, last_stage, recover, saved_by_hand
+from toolkit.runs.folder import check_outputs, check_whole, find_run, last_stage, saved_by_hand
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.runs.said import warn_of_other_weights
 from toolkit.sampling import Sampler
@@ -58,12 +58,13 @@ def open_run(
 
     Raises:
         RecipeError: there is no such run, its ppo stage has not finished, or has no such checkpoint.
-        CheckpointError: the checkpoint is damaged.
+        ToolkitError: a kill has left a stage aside, or the checkpoint is damaged.
     """
     with processes.agreed():
         runs = Path(os.path.expanduser(runs_dir))
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
-        processes.by_main(lambda: recover(folder))
+        if checkpoint is None:
+            processes.by_main(lambda: check_whole(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
         last = last_stage(folder, checkpoint)
         if last == "q" and by_q and checkpoint is not None:

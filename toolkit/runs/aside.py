@@ -2,7 +2,8 @@
 
 `.replaced` holds stages, with the recipe that they ran under, until what was begun in their place has finished. Where
 that fails they come back, and `.unfinished` holds what was begun, for a run that goes on with it. A list of moves is
-written before the first one, and carried out to its end at the next start: a kill at any moment loses nothing.
+written before the first one, and carried out to its end by the next stage that runs there: a kill at any moment loses
+nothing.
 """
 
 import json
@@ -34,11 +35,17 @@ _STORES = (REPLACED, UNFINISHED, _DELETED)
 _FOLDERS = (*STAGES, EVALUATION)  # in which everything lies that is moved, but for a recipe
 
 
-def is_open(run: Path) -> bool:
-    """Whether something was moved aside and has not been forgotten. What is no run may have a folder by such a name;
-    and what is only to be deleted can stay where nothing can be."""
-    moved = any((run / name).is_file() for name in (_MOVES, f"{REPLACED}/{_MOVES}"))
-    return moved or ((run / _DELETED).exists() and (run / RECIPE_FILE).is_file() and os.access(run, os.W_OK))
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: by its recipe, or where a kill has left that aside, by the list of moves."""
+    return any(os.path.isfile(folder / name) for name in (RECIPE_FILE, _MOVES, f"{REPLACED}/{_MOVES}"))
+
+
+def left_aside(run: Path) -> list[str]:
+    """Folders of a run that come back: what was to replace them has not finished, or a kill came while they moved."""
+    moving, state = _moves_in(run), _moves_in(run / REPLACED)
+    if moving is not None:
+        return list(moving.get("names", []))
+    return [] if state is None or _has_finished(run, state) else list(state["names"])
 
 
 def changing(run: Path, stored: str) -> list[str]:
@@ -99,28 +106,6 @@ def _is_recipe(name: str) -> bool:
     return Path(name).name == RECIPE_FILE
 
 
-def is_moving(run: Path) -> bool:
-    """Whether a kill has left moves to be carried out."""
-    return (run / _MOVES).is_file()
-
-
-def kept_recipes(run: Path) -> list[Path]:
-    """Recipes that may come back to a run: the one replaced, and while moves are under way those that they move."""
-    moved = [name for name, _ in _under_way(run) if _is_recipe(name)]
-    return [path for path in map(run.joinpath, [f"{REPLACED}/{RECIPE_FILE}", *moved]) if is_plain(path)]
-
-
-def kept_code(run: Path) -> list[Path]:
-    """Code, as of a checkpoint, that may come back to a run's stages in the same ways."""
-    moved = [run / name for name, to in _under_way(run) if name.endswith(".py") and Path(to).parts[0] not in _STORES]
-    return [*moved, *(run / REPLACED).rglob("*.py")]
-
-
-def _under_way(run: Path) -> list[tuple[str, str]]:
-    state = _moves_in(run)
-    return [] if state is None else state["moves"]
-
-
 def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
     """Move folders of a run aside until the stage `wanted` has finished; delete what this run has begun in their place.
 
@@ -140,7 +125,7 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
 
 
 def place(run: Path, source: Path, name: str) -> None:
-    """Move what lies in a folder of ours to be a stage's: all of it, or at the next start the rest."""
+    """Move what lies in a folder of ours to be a stage's: all of it, or with the next stage the rest."""
     (run / name / MANIFEST).unlink(missing_ok=True)  # that of the new one comes with it
     _move(run, [(path, run / name / path.relative_to(source)) for path in files_in(source)], {"into": None})
 
@@ -148,23 +133,26 @@ def place(run: Path, source: Path, name: str) -> None:
 def settle(run: Path) -> bool:
     """Carry on with what a kill has broken off; whether stages are replaced and the new ones are not finished."""
     with writing(run):
-        if is_open(run):
-            _carry_out(run)
+        _carry_out(run)
+        if (run / RECIPE_FILE).is_file():  # else it may be no run, and have folders by these names
             _forget(run / _DELETED)
-        if (run / RECIPE_FILE).is_file():
             shutil.rmtree(run / TAKEN, ignore_errors=True)  # a copy that a kill has broken off
         for path in unfinished_in(run):
             path.unlink()
         state = _moves_in(run / REPLACED)
-        if state is not None:
-            folder = run / str(state["wanted"])
-            # What a notebook trains writes no result, and is done once all of it is saved.
-            last = [folder / name for name in state.get("last_saved", [])]
-            if (last and all(map(Path.is_file, last))) or (folder / RESULT_FILE).is_file():
-                _forget(run / REPLACED)
-                _forget(run / UNFINISHED)
-                return False
+        if state is not None and _has_finished(run, state):
+            _forget(run / REPLACED)
+            _forget(run / UNFINISHED)
+            return False
     return state is not None
+
+
+def _has_finished(run: Path, state: dict[str, Any]) -> bool:
+    """Whether the stage for which others were replaced has finished: what a notebook trains writes no result, and has
+    once all of it is saved."""
+    folder = run / str(state["wanted"])
+    last = [folder / name for name in state.get("last_saved", [])]
+    return (bool(last) and all(map(Path.is_file, last))) or (folder / RESULT_FILE).is_file()
 
 
 def train_by_hand(run: Path, last_saved: Iterable[str]) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,7 +13,7 @@ from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import read_text
 from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
-from toolkit.spec.load import check_yaml, plain_values
+from toolkit.spec.load import check_yaml
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
@@ -37,12 +36,6 @@ _MAY_CHANGE = (
 _LENGTHS = ("max_steps", "num_train_epochs")  # these may grow, and steps shrink to what has been done
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _NAME_DATA = {f"{section}.{key}" for section in DATA_SECTIONS for key in ("train", "validation")}
-# By these keys, in any section, and by all of `start`, a recipe says whose code is run, which weights and files are
-# read, and where what is in them is sent.
-_LOADS = (
-    "model", "revision", "trust_remote_code", "adapter", "function", "url", "token_variable", "train", "validation",
-    "chat_template",
-)  # fmt: skip
 _TOLD = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
 ABSENT = object()  # the value of a key that a recipe does not have
@@ -62,39 +55,6 @@ def recorded(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def other_code(kept: str, run: Path) -> str:
-    """Keys by which a recipe's text loads or sends something else than the recipe that a run folder has, as a sentence
-    lists them; "" where there are none, or the folder has no recipe. A function of a notebook's own is loaded by
-    none."""
-    path = run / RECIPE_FILE
-    there = path.read_text("utf-8", "replace") if path.is_file() else kept
-    if kept == there:
-        return ""
-    try:
-        before, now = _loaded(kept), {}
-        with suppress(ValueError):
-            now = _loaded(there)
-    except ValueError:
-        return "text, which cannot be read"
-    differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    # What is not there is loaded by nothing, but for a revision: without it that of today is.
-    return " and ".join(key for key in differing if key in before or key.endswith(".revision"))
-
-
-def _loaded(text: str) -> dict[str, Any]:
-    found = {key: value for key, value in leaves(plain_values(text)) if value and _loads(key)}
-    return {key: value for key, value in found.items() if not _is_of_a_notebook(key, value)}
-
-
-def _loads(key: str) -> bool:
-    return key.startswith("start.") or key.rpartition(".")[2] in _LOADS
-
-
-def _is_of_a_notebook(key: str, value: Any) -> bool:
-    """Whether a function is named that the process itself has or has not: for another one a module is run first."""
-    return key.endswith(".function") and str(value).rpartition(":")[0] == "__main__"
 
 
 def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,8 +6,7 @@ finished.
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from toolkit.errors import Problem, RecipeError, ToolkitError
 from toolkit.reports import REPORT_FILE, read_result, write_result
 from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
-from toolkit.runs.differences import Changes, changes, described, may_change, other_code, recorded
-from toolkit.runs.lock import at_work, owner_of
-from toolkit.runs.longer import drop_evaluation, recipes_as_they_were, stages_as_they_were, written_down
+from toolkit.runs.differences import Changes, changes, described, may_change, recorded
+from toolkit.runs.lock import owner_of
+from toolkit.runs.longer import drop_evaluation, finished_before, stages_as_they_were
 from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
 from toolkit.spec.load import is_run_name
 from toolkit.spec.plan import RESPONDING, STAGES, at, by_trl, section
@@ -33,8 +32,7 @@ SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
 def run_folder(name: str, runs_dir: Path) -> Path | None:
     """The folder of a run: the one of that name in `runs_dir`, or else the one at that path; None if there is none."""
     for folder in [*([runs_dir / name] if is_run_name(name) else []), Path(name)]:
-        recover_to_read(folder)
-        if (folder / RECIPE_FILE).is_file():
+        if aside.is_run(folder):
             return folder if is_run_name(folder.name) else folder.resolve()  # as of "." and ".."
     return None
 
@@ -45,6 +43,20 @@ def find_run(name: str, runs_dir: Path) -> Path:
     if folder is None:
         raise RecipeError(no_such_run(name, runs_dir))
     return folder
+
+
+def check_whole(run: Path, stage: str | None = None) -> None:
+    """That nothing of a run lies aside, as a kill leaves it, or this stage does not. Only commands that run a stage
+    bring it back: those who read a run change nothing there, and load what its own recipe names.
+
+    Raises:
+        ToolkitError: something does, or what is kept is damaged.
+    """
+    left = [name for name in STAGES if name in {*aside.left_aside(run), *finished_before(run)}]
+    if (left if stage is None else stage in left) and owner_of(run) is None:
+        wrong = f"{run} keeps its earlier {listed(left)} aside: what was begun instead has not finished."
+        ways = "with $resume what was begun goes on, without it what is kept comes back"
+        raise ToolkitError(wrong, remedy=f'Run its {left[-1]} stage ($run, here "{run.name}"): {ways}.')
 
 
 def no_such_run(name: str, runs_dir: Path) -> str:
@@ -254,17 +266,13 @@ def check_outputs(run: Path, stages: Iterable[str]) -> None:
 
 
 def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> str:
-    """Bring a run folder into a whole state after a kill; a sentence where earlier stages have come back, or an earlier
-    recipe that loads something else.
+    """Bring a run folder into a whole state after a kill; a sentence where earlier stages have come back.
 
     Those that were replaced come back, unless the run goes on with what was begun in their place.
     """
     run = recipe.folder
-    longer = [*recipes_as_they_were(run)]
-    other = _earlier_recipe(run, longer)
-    stages_as_they_were(run)
-    back = [path.parent.name for path, _ in longer if (path.parent / RESULT_FILE).is_file()]
-    earlier = f"{run} has its earlier {listed(back)} again. {other}" if other and back else ""
+    back = stages_as_they_were(run)
+    earlier = _again(run, back) if back else ""
     open_ = aside.settle(run)
     goes_on = resume and any(work_of(run / name) for name in aside.changing(run, aside.REPLACED))
     if open_ and goes_on:
@@ -286,13 +294,16 @@ def restore(run: Path) -> str:
     if not names:
         return ""
     begun = [name for name in names if work_of(run / name)]
-    recipe = _earlier_recipe(run, _replaced_recipes(run))
     aside.put_back(run, keep=bool(begun))
     back = [name for name in names if work_of(run / name)]
     if not back:
         return ""
     more = f"What was begun in its place is in {run / aside.UNFINISHED}, and goes on where it is resumed."
-    return " ".join(filter(None, (f"{run} has its earlier {listed(back)} again.", recipe, more if begun else "")))
+    return f"{_again(run, back)} {more}" if begun else _again(run, back)
+
+
+def _again(run: Path, back: list[str]) -> str:
+    return f"{run} has its earlier {listed(back)} again. Its {RECIPE_FILE} is the earlier one, too."
 
 
 def _goes_on_there(recipe: Recipe, stage: str) -> bool:
@@ -315,59 +326,3 @@ def way_on(recipe: Recipe, stage: str) -> str:
         return ""
     tried = (there / name for name in (*recipe.plan.needs(stage), stage))
     return "overwrite" if any(leads_nowhere(folder, recipe.values) for folder in tried) else "resume"
-
-
-def recover(run: Path) -> None:
-    """As `settle`, for those who read a run, and while nobody is at work in it.
-
-    Raises:
-        NotSeen: code would come back, or a recipe that loads something else than the one there, which alone is what
-            those have read who use somebody else's run.
-        ToolkitError: what is kept is damaged, or the folder cannot be written.
-    """
-    if (aside.is_open(run) or any(written_down(run))) and owner_of(run) is None:
-        with at_work(run):
-            _refuse_not_seen(run, recipes_as_they_were(run))
-            stages_as_they_were(run)
-            if aside.is_moving(run):
-                _refuse_not_seen(run, _replaced_recipes(run), aside.kept_code(run))
-            if aside.settle(run):
-                _refuse_not_seen(run, _replaced_recipes(run), aside.kept_code(run))
-                restore(run)
-
-
-class NotSeen(ToolkitError):
-    """What would come back to a run is nothing that those who read the run have seen."""
-
-
-def _replaced_recipes(run: Path) -> Iterator[tuple[Path, str]]:
-    return ((path, path.read_text("utf-8", "replace")) for path in aside.kept_recipes(run))
-
-
-def _earlier_recipe(run: Path, kept: Iterable[tuple[Path, str]]) -> str:
-    """A sentence where one of these recipes, which come back to a run, loads something else than the one there."""
-    other = next(filter(None, (other_code(text, run) for _, text in kept)), "")
-    return f"Its {RECIPE_FILE} is the earlier one again, too: it has another {other}." if other else ""
-
-
-def _refuse_not_seen(run: Path, recipes: Iterable[tuple[Path, str]], code: Iterable[Path] = ()) -> None:
-    back = f'run a stage of it in this run ($run, here "{run.name}"), and the earlier stage comes back'
-    remedy = f"Read it. If you trust it, {back}."
-    for path, text in recipes:
-        if keys := other_code(text, run):
-            recipe = path if path.name == RECIPE_FILE else f"the recipe in {path}"
-            wrong = f"{recipe} would take the place of {run / RECIPE_FILE}, and has another {keys}."
-            raise NotSeen(wrong, remedy=remedy)
-    for path in code:
-        raise NotSeen(f"{path} is code that would come back to {run}.", remedy=remedy)
-
-
-def recover_to_read(run: Path) -> NotSeen | None:
-    """As `recover`; a run to which something would come back that nobody has seen is read as it is, and that is given
-    back. So is one that cannot be written; and one that cannot be entered is left alone."""
-    with suppress(ToolkitError, OSError):
-        try:
-            recover(run)
-        except NotSeen as error:
-            return error
-    return None

@@ -1,6 +1,5 @@
 """All runs of a folder: how far each is, its last figures, and the command that goes on. Read alone, nothing loaded."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,9 +12,10 @@ from toolkit.checkpoints.state import STATE_FILE
 from toolkit.disk import RESULT_FILE, read_object
 from toolkit.errors import Problem, ToolkitError
 from toolkit.reports import METRICS_FILE, count_lines, figures_of, iter_jsonl, read_result
+from toolkit.runs.aside import is_run
 from toolkit.runs.collect import BEGUN_FILE, partial_file
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read, saved_by_hand
+from toolkit.runs.folder import check_whole, has_weights, leads_nowhere, saved_by_hand
 from toolkit.runs.lock import LOCK_FILE, doing_in, elsewhere, owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import RESPONDING, STAGES
@@ -48,15 +48,21 @@ class RunState:
 def all_runs(runs_dir: Path) -> Iterator[RunState]:
     """The runs of a folder by name."""
     for path in sorted(runs_dir.glob("*")):
-        problem = recover_to_read(path)
-        if not os.path.isfile(path / RECIPE_FILE):  # nor where another user's folder cannot be entered
+        if not is_run(path):  # nor where another user's folder cannot be entered
             continue
         try:
-            run = state_of(path)
-            yield run if problem is None else replace(run, told=problem.problems[0])
+            yield replace(state_of(path), told=_left_aside(path))
         except PermissionError as error:  # a stage of it alone, as a container's
             stage = StageState(Path(error.filename or path).name, DAMAGED, f"{error.filename}: {error.strerror}", "")
             yield RunState(path.name, (stage,), ())
+
+
+def _left_aside(run: Path) -> Problem | None:
+    try:
+        check_whole(run)
+    except ToolkitError as error:
+        return error.problems[0]
+    return None
 
 
 def state_of(run: Path) -> RunState:

@@ -19,7 +19,7 @@ from toolkit.spec.recipe import Recipe
 @contextmanager
 def result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True) -> Iterator[None]:
     """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before:
-    but not with other weights, which it may have saved without one. After a kill the next command sees to it, and
+    but not with other weights, which it may have saved without one. After a kill the next stage sees to it, and
     where a notebook only makes the trainer here, and `trains` after it."""
     folder = recipe.stage_folder(stage)
     checkpoints = checkpoint_folders(folder)
@@ -31,7 +31,7 @@ def result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True) -> Ite
         if checkpoint_folders(folder) != checkpoints:
             drop_evaluation(folder)
         with suppress(OSError, ToolkitError):  # of a full disk, of which the error that is raised again says more
-            _as_it_was(recipe.folder, stage)
+            _as_it_was(folder)
         raise
     if trains:
         (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)
@@ -55,28 +55,31 @@ def _write_down(run: Path, stage: str) -> None:
         write_whole(folder / WAS_FINISHED_FILE, json.dumps({"checkpoints": _checkpoints(folder), "files": files}))
 
 
-def written_down(run: Path) -> Iterator[str]:
-    """Stages that were finished, and were going on when a kill came."""
-    if (run / RECIPE_FILE).is_file():
-        yield from (stage for stage in STAGES if (run / stage / WAS_FINISHED_FILE).is_file())
-
-
-def stages_as_they_were(run: Path) -> None:
-    """Finish stages again that were going on when a kill came, with the recipe that they had.
+def finished_before(run: Path) -> list[str]:
+    """Stages that were finished, and were going on when a kill came before their next checkpoint.
 
     Raises:
         ToolkitError: what one of them was is damaged.
     """
-    for stage in written_down(run):
-        _as_it_was(run, stage)
+    kept = ((folder, _kept(folder)) for folder in _written_down(run) if not (folder / RESULT_FILE).is_file())
+    return [folder.name for folder, was in kept if was is not None and _checkpoints(folder) == was["checkpoints"]]
 
 
-def recipes_as_they_were(run: Path) -> Iterator[tuple[Path, str]]:
-    """The recipes that come back with such stages: the file that each is in, and its text."""
-    for folder in (run / stage for stage in written_down(run)):
-        kept = _kept(folder)
-        if kept is not None and _checkpoints(folder) == kept["checkpoints"]:
-            yield folder / WAS_FINISHED_FILE, kept["files"][RECIPE_FILE]
+def stages_as_they_were(run: Path) -> list[str]:
+    """Finish such stages again, with the recipe that they had; which of them have come back.
+
+    Raises:
+        ToolkitError: what one of them was is damaged.
+    """
+    before = finished_before(run)
+    for folder in _written_down(run):
+        _as_it_was(folder)
+    return [stage for stage in before if (run / stage / RESULT_FILE).is_file()]
+
+
+def _written_down(run: Path) -> list[Path]:
+    there = [run / stage for stage in STAGES if (run / RECIPE_FILE).is_file()]
+    return [folder for folder in there if (folder / WAS_FINISHED_FILE).is_file()]
 
 
 def _kept(folder: Path) -> dict[str, Any] | None:
@@ -92,9 +95,8 @@ def _kept(folder: Path) -> dict[str, Any] | None:
     return kept
 
 
-def _as_it_was(run: Path, stage: str) -> None:
+def _as_it_was(folder: Path) -> None:
     """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since."""
-    folder = run / stage
     if (kept := _kept(folder)) is None:
         return
     files = kept["files"]
@@ -108,7 +110,7 @@ def _as_it_was(run: Path, stage: str) -> None:
             for name in _OF_A_RESULT[1:]:
                 if name in files:
                     write_whole(folder / name, files[name])
-            write_whole(run / RECIPE_FILE, files[RECIPE_FILE])
+            write_whole(folder.parent / RECIPE_FILE, files[RECIPE_FILE])
             write_whole(folder / RESULT_FILE, files[RESULT_FILE])  # the last: by it the stage is finished
     (folder / WAS_FINISHED_FILE).unlink()
 

@@ -101,7 +101,7 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
             aside.settle(recipe.folder)  # what a finished stage has replaced goes
         except BaseException as error:
             sentence = ""
-            with suppress(OSError, ToolkitError):  # a full disk may be what ended it; the next command puts back, too
+            with suppress(OSError, ToolkitError):  # a full disk may be what ended it; the next stage puts back, too
                 if aside.settle(recipe.folder):  # not what has finished, and was only to be shown
                     sentence = restore(recipe.folder)
             if sentence and isinstance(error, ToolkitError):

@@ -13,8 +13,7 @@ from toolkit.models import base_named, name_base
 from toolkit.reports import read_result
 from toolkit.runs import aside
 from toolkit.runs.differences import changes, described
-from toolkit.runs.folder import check_outputs, claim, finish, finished, listed, recover_to_read, work_of
-from toolkit.runs.longer import written_down
+from toolkit.runs.folder import check_outputs, check_whole, claim, finish, finished, listed, work_of
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.spec.load import is_run_name
 from toolkit.spec.recipe import Recipe
@@ -32,11 +31,9 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
 
     Raises:
         RecipeError: there is no such run, or nothing of it can be taken; or as for `claim`.
-        NotSeen: a stage cannot be taken, and a kill has left it aside there, with what nobody has seen.
-        ToolkitError: the folder cannot be written.
+        ToolkitError: the folder cannot be written, or a kill has left a stage aside there.
     """
     other = replace(recipe, run=source)
-    not_seen = recover_to_read(other.folder) if is_run_name(source) else None
     if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
         named = Path(source).name
         if not is_run_name(source) and (recipe.runs_dir / named / RECIPE_FILE).is_file():
@@ -52,9 +49,8 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         problem = _not_taken(recipe, other, stage)
         if way.get("resume") and work_of(recipe.stage_folder(stage)):
             said.append(f"{stage} goes on here.")
-        elif problem is not None and not_seen is not None and _lies_aside(other, stage):
-            raise not_seen
         elif problem is not None:
+            check_whole(other.folder, stage)
             said.append(f"{stage} is run anew: {problem}.")
             refused += 1
         else:
@@ -66,11 +62,6 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         wrong = f'nothing can be taken from the run "{source}": {" ".join(said)}'
         raise RecipeError(wrong, remedy="Leave $from_run out.")
     return said
-
-
-def _lies_aside(other: Recipe, stage: str) -> bool:
-    """Whether a kill has left a stage of a run where it comes back from."""
-    return stage in {*aside.changing(other.folder, aside.REPLACED), *written_down(other.folder)}
 
 
 def _taken_from(recipe: Recipe, other: Recipe, stage: str) -> bool:

@@ -134,23 +134,6 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def plain_values(text: str) -> dict[str, Any]:
-    """What a recipe's text says, as `load` reads it: by its own reader, and with `${key}` replaced.
-
-    Raises:
-        ValueError: it cannot be read, or inserts something else.
-    """
-    try:
-        root = check_yaml(text)
-        values = _plain(OmegaConf.create(text)) if isinstance(root, yaml.MappingNode) else {}
-    except _UNREADABLE as error:
-        raise ValueError(_reason(error)) from error
-    found, problems = with_insertions(values)
-    if problems:
-        raise RecipeError("a recipe", problems=problems)
-    return found
-
-
 def _empty_stages(root: yaml.Node | None) -> Iterator[str]:
     """The stages of a recipe's file after whose name nothing stands."""
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
