@@ -200,6 +200,10 @@ def test_every_pass_divides_the_rows_anew(tmp_path):
     parts = list(ours._mini_batches(9))
     passes = [parts[i] + parts[i + 1] for i in (0, 2, 4)]
     assert all(sorted(rows) == list(range(9)) for rows in passes) and len({tuple(rows) for rows in passes}) == 3
+    torch.rand(1)  # as a callback draws
+    assert list(ours._mini_batches(9)) == parts
+    ours.state.global_step += 1
+    assert not any(rows in parts for rows in ours._mini_batches(9))
 
 
 def test_advantages_are_left_alone_if_asked(tmp_path):

@@ -40,13 +40,34 @@ def sampling_base(**own):
 
 
 def sampled(ours, do_sample):
-    torch.manual_seed(0)
     rows = [{"input_ids": ids, "number": 0} for ids in PROMPTS] * 4
-    return ours.generate(PromptCollator(0)(rows), do_sample=do_sample).response_ids
+    keys = torch.arange(len(rows))
+    return ours.rollouts.sampler(do_sample=do_sample)(PromptCollator(0)(rows), keys=keys).response_ids
 
 
 def answers(folder, do_sample, **own):
     return sampled(trainer(folder, sampling_base(**own), count_reward(7), temperature=1.0), do_sample)
+
+
+def test_a_response_is_sampled_by_seed_update_prompt_and_how_many_it_had(tmp_path):
+    """Whatever else is drawn between, and whichever prompts stand beside it."""
+
+    def made(**changes):
+        return trainer(tmp_path, sampling_base(), count_reward(7), temperature=1.0, **changes)
+
+    def said(ours, *rows):
+        return ours.generate(PromptCollator(0)([{"input_ids": PROMPTS[i], "number": 0} for i in rows])).response_ids
+
+    ours = made()
+    first, again = said(ours, 0, 1, 2), said(ours, 2, 1, 2)
+    other = made()
+    torch.rand(3)
+    assert said(other, 2, 0) == [first[2], first[0]]
+    torch.manual_seed(5)
+    assert said(other, 1, 2, 2, 1) == [first[1], again[0], again[2], again[1]]
+    ours.state.global_step += 1
+    of_all = [*first, *again, *said(ours, 0, 1, 2), *said(made(seed=1), 0, 1, 2)]
+    assert len({*map(tuple, of_all)}) == len(of_all)
 
 
 @pytest.mark.parametrize("do_sample", [True, False])

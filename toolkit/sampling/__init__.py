@@ -5,5 +5,5 @@
 """
 
 from toolkit.sampling.evaluation import BestOf, Evaluation, Evaluator, Metrics, best_of, measured_with
-from toolkit.sampling.sampler import Rows, Sampler, all_at_once, batches, check_room
+from toolkit.sampling.sampler import Rows, Sampler, all_at_once, batches, check_room, key_of, prompts_in
 from toolkit.sampling.signs import SIGNS, distinct_share, since_first

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from hashlib import sha256
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -87,10 +88,7 @@ class Sampler:
                 embedding for a token of one, or one has none; or it is no batch.
             NotFiniteError: the role's logits are not finite.
         """
-        if not isinstance(batch, Mapping) or "prompt_ids" not in batch:
-            wrong = f"a batch of a collator is needed, and this is a {type(batch).__name__} without prompt_ids."
-            raise DataError(wrong, remedy="Of texts it is trainer.data_collator(recipe.task.prompts_of(texts)).")
-        limits = self.limits(batch["prompt_ids"])
+        limits = self.limits(prompts_in(batch))
         stops = self.roles.stop_token_ids(self.tokenizer)
         uniform = None
         if self.temperature is not None:
@@ -228,6 +226,21 @@ class _Sampled(_Drawn):
         self.probabilities[self.rows, self.drawn] = probabilities
         self.drawn += 1
         return scores.scatter_(1, tokens.unsqueeze(1), float("inf"))
+
+
+def prompts_in(batch: Any) -> list[list[int]]:
+    """The prompts of a batch of a collator; a DataError for something else."""
+    if not isinstance(batch, Mapping) or "prompt_ids" not in batch:
+        wrong = f"a batch of a collator is needed, and this is a {type(batch).__name__} without prompt_ids."
+        raise DataError(wrong, remedy="Of texts it is trainer.data_collator(recipe.task.prompts_of(texts)).")
+    prompts: list[list[int]] = batch["prompt_ids"]
+    return prompts
+
+
+def key_of(*what: Any) -> int:
+    """A key of 63 bits by what is drawn, as `uniforms` and torch's generators take one: SHA-256 leaves those of
+    neighbours nothing in common."""
+    return int.from_bytes(sha256(repr(what).encode()).digest()[:8], "little") >> 1
 
 
 def uniforms(keys: Tensor, length: int) -> Tensor:

@@ -35,6 +35,7 @@ from toolkit.data import Rollout, select
 from toolkit.errors import NotFiniteError, SelfCheckError
 from toolkit.models import read_policy, response_logprobs, response_values
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores, total_scores
+from toolkit.sampling import key_of, prompts_in
 from toolkit.trainers import self_checks
 from toolkit.trainers.not_finite import loss_scale
 from toolkit.trainers.objective import Experience, describe, importance_weights, policy_objective, sampler_logprobs
@@ -76,6 +77,9 @@ class PPOTrainer(PPOLoop):
     def generate(self, batch: dict[str, Any], *, do_sample: bool | None = None) -> Rollout:
         """One response to each prompt of a batch from `dataloader` or a `PromptCollator`.
 
+        What is sampled depends on the policy, `seed`, the update, the prompt, and how many responses to it the update
+        has had: on nothing else in the batch, and on no random numbers that are drawn elsewhere.
+
         Args:
             do_sample: whether it is sampled or decoded greedily; None for `rollout_do_sample`.
 
@@ -83,7 +87,15 @@ class PPOTrainer(PPOLoop):
             DataError: `max_length` leaves a prompt no room for a response.
         """
         do_sample = self.args.rollout_do_sample if do_sample is None else do_sample
-        return self.rollouts.sampler(do_sample=do_sample, **self.args.decoding)(batch)
+        sampler = self.rollouts.sampler(do_sample=do_sample, **self.args.decoding)
+        return sampler(batch, keys=self._keys(prompts_in(batch)) if do_sample else None)
+
+    def _keys(self, prompts: list[list[int]]) -> Tensor:
+        keys = []
+        for prompt in map(tuple, prompts):
+            keys.append(key_of("response", self.args.seed, self.state.global_step, prompt, self._answered[prompt]))
+            self._answered[prompt] += 1
+        return torch.tensor(keys)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:
         """One score for each response: float32 (B,); `DenseScores` from a reward that gives them.
@@ -147,12 +159,11 @@ class PPOTrainer(PPOLoop):
         return {**stats, "learning_rate": learning_rate}
 
     def _check_same_update(self, rollout: Rollout, scores: Scores) -> None:
-        """All of several processes have the same responses, scores and, by the random state, order of rows: where they
-        differ, rows count twice or never, and the sum of gradients, which is the same in all, does not show it."""
+        """All of several processes have the same responses and scores: where they differ, the sum of gradients does not
+        show it, which is the same in all."""
         if processes.count() == 1:
             return
         held = {"responses": rollout.response_ids, "scores": total_scores(scores).tolist()}
-        held["random state"] = torch.get_rng_state().tolist()
         of_all = processes.gather({name: sha256(repr(value).encode()).digest() for name, value in held.items()})
         differ = [name for name in held if any(one[name] != of_all[0][name] for one in of_all)]
         if differ:
@@ -245,8 +256,10 @@ class PPOTrainer(PPOLoop):
     def _mini_batches(self, rows: int) -> Iterator[list[int]]:
         """Rows of each optimizer step of an update: every pass divides them anew."""
         number = min(self.args.num_mini_batches, rows)
-        for _ in range(self.args.num_ppo_epochs):
-            order = torch.randperm(rows).tolist()
+        for epoch in range(self.args.num_ppo_epochs):
+            self._ppo_epoch = epoch
+            seed = key_of("order", self.args.seed, self.state.global_step, epoch)
+            order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
             for i in range(number):  # of equal size, but for one row where they do not divide
                 yield order[i * rows // number : (i + 1) * rows // number]
 
@@ -307,11 +320,12 @@ class PPOTrainer(PPOLoop):
     def _backward_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
         """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch, each process a share of them."""
         count = float(experience.response_mask[rows].sum())
+        where = self.state.global_step, self._ppo_epoch
 
         def attempt(size: int) -> dict[str, float]:
             own: dict[str, float] = defaultdict(float)
             self.optimizer.zero_grad()
-            with processes.agreed(), own_randomness(self.state.global_step, rows), self.roles.weights_kept():
+            with processes.agreed(), own_randomness(*where, rows), self.roles.weights_kept():
                 share = own_rows(experience.rollout, rows)
                 for part in self.rollouts.passes(experience.rollout, share, size):
                     for name, value in self._backward_micro_batch(experience, part, count).items():

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -40,6 +41,10 @@ class PPOLoop(SharedBaseTrainer):
         """The batch that is written if it is not finite, as `where_broken` takes it."""
         self._broken_steps = 0
         """Optimizer steps of the update in hand whose gradient was not finite."""
+        self._answered: Counter[tuple[int, ...]] = Counter()
+        """How many responses to each prompt the update in hand has had."""
+        self._ppo_epoch = 0
+        """Passes over its rollout that it has begun, less one."""
         self._drawn = 0
         """Prompts that the update in hand has drawn."""
         self._passed_over = 0
@@ -257,11 +262,13 @@ class PPOLoop(SharedBaseTrainer):
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.lr_scheduler.step()
         self.state.global_step += 1
+        self._answered.clear()
 
     def _timed_step(self) -> dict[str, float]:
         """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
         rollouts, all_scores, parts = [], [], []
         self._drawn = 0
+        self._answered.clear()  # of what was looked at before, or of a try that failed
         rollout_seconds = score_seconds = 0.0
         for left in reversed(range(self.args.rollouts_per_update)):
             batch = self.dataloader.next_batch()

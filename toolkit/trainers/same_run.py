@@ -195,8 +195,6 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         wrong = f"{checkpoint} was written by {before} process{'es' * (before > 1)}, and {after} "
         wrong += f"resume{'s' * (after == 1)} it: rows and responses are drawn alike, but sums are rounded in another "
         wrong += "order, and dropout draws other numbers."
-        if 1 in (before, after):  # whose dropout draws from the generator that all else is drawn from
-            wrong += " With dropout on a CPU responses are drawn otherwise, too, from the second update on."
         warnings.warn(wrong, stacklevel=3)
 
 

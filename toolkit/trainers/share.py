@@ -6,7 +6,6 @@ as their share of the whole batch's loss; the gradients are summed before they a
 not go through one.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from toolkit import phases, processes
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout
 from toolkit.errors import SelfCheckError
+from toolkit.sampling import key_of
 
 
 def own_rows(rollout: Rollout, rows: Sequence[int]) -> list[int]:
@@ -33,8 +33,7 @@ def own_randomness(*where: Any) -> Iterator[None]:
         yield
         return
     with kept_random_states():
-        told = repr((int(torch.randint(2**62, ())), processes.rank(), where)).encode()
-        torch.manual_seed(int.from_bytes(hashlib.sha256(told).digest()[:8], "little", signed=True))
+        torch.manual_seed(key_of(int(torch.randint(2**62, ())), processes.rank(), where))
         yield
 
 
