@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -81,9 +80,9 @@ def main() -> int:
         for model, heads in HEADS.items()
         for name, lengths in ROWS.items()
     ]
-    where, console = machine(), Console(soft_wrap=True)
-    console.print(markdown(["ms a layer", *FORMS], rows), highlight=False)
-    console.print(f"{where['processor']}, {where['threads']} threads of {where['cores']} cores", highlight=False)
+    where = machine()
+    print(markdown(["ms a layer", *FORMS], rows))
+    print(f"{where['processor']}, {where['threads']} threads of {where['cores']} cores")
     return 0
 
 

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.clock import WARM_UP, PhaseClock
 from benchmarks.contenders import CONTENDERS
 from benchmarks.loops import run
-from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, where, write_result
+from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, say, where, write_result
 from benchmarks.run import about_cpu
 from benchmarks.table import cpu_in_words
 from benchmarks.work import PHASES, SIZES, Work
@@ -35,11 +34,7 @@ OTHER, PYTHON = "other operators", "Python"
 
 
 def kind_of(names: Iterable[str]) -> str:
-    """The kind of an operator.
-
-    Args:
-        names: its own, and those of the operators that called it.
-    """
+    """The kind of an operator, by its own name and those of the operators that called it."""
     known = list(names)
     fits = (kind for kind, parts in KINDS.items() if any(part in name for name in known for part in parts))
     return next(fits, OTHER)
@@ -110,7 +105,7 @@ def main(
     found = {}
     for name in contender:
         found[name] = break_down(model, work, name, dtype)
-        Console(stderr=True).print(f"{name}: {found[name]}", highlight=False, soft_wrap=True)
+        say(f"{name}: {found[name]}")
     result = new_result("breakdown", dtype=dtype, contenders=found, cpu=about_cpu())
     write_result(result, RESULTS)
     fill_file(DOCS / "benchmarks.md", "breakdown: made by benchmarks.breakdown", "end of breakdown", table(result))

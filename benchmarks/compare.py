@@ -24,21 +24,13 @@ TOLERANCES = {
     "policy_gradient": (0.15, 0.0),
     "value_head_gradient": (0.1, 0.0),
 }
-# Weights in 4 bits are other weights: they are compared among themselves.
-# Without a reward role all have the score 0, and with it other advantages.
-PARTNER = {
-    (True, False): "ours-separate",
-    (True, True): "ours-separate-nf4",
-    (False, False): "ours-separate-unscored",
-    (False, True): "ours-separate-unscored-nf4",
-}
-"""By whether they have a reward role, and whether they are quantised."""
 
 
 def partner_of(name: str) -> str:
-    """With whose figures those of a contender are compared."""
+    """With whose figures those of a contender are compared: weights in 4 bits are other weights, and without a reward
+    role all have the score 0, and so other advantages."""
     contender = CONTENDERS[name]
-    return PARTNER[contender.rewarded, contender.quantised]
+    return f"ours-separate{'' if contender.rewarded else '-unscored'}{'-nf4' if contender.quantised else ''}"
 
 
 def _compared(name: str) -> list[str]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks import floor
@@ -32,7 +31,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.loops import run_ours
 from benchmarks.planned import planned
 from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, random_llama
-from benchmarks.records import RESULTS, new_result, read_result, result_path, write_result
+from benchmarks.records import RESULTS, new_result, read_result, result_path, say, write_result
 from benchmarks.start import RANK, Built, Job
 from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
@@ -221,7 +220,6 @@ def _foreseen(given: Settings, work: Work, *, value: str, **form: Any) -> dict[s
 
 def run(
     given: Settings,
-    console: Console,
     save: Callable[[dict[str, Any]], Any],
     before: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda result: None,
 ) -> dict[str, Any]:
@@ -229,7 +227,6 @@ def run(
 
     Args:
         given: what is run.
-        console: for progress.
         save: is given the result so far after every row, so that a run that is cut short loses one row at most.
         before: gives what stands where a result is to be saved, whose rows are kept if they are of the same.
 
@@ -276,7 +273,7 @@ def run(
                 row["over_floor"] = sum(row["seconds"].values()) / sum(of_work[value]["seconds"].values())
             result["rows"].append(row | {"processor": result["machine"]["processor"]})
             save(result)
-            console.print(_line(row), highlight=False, soft_wrap=True)
+            say(_line(row))
             if row.get("broken"):
                 return result
             _free()
@@ -361,23 +358,21 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     args = parser.parse_args()
-    progress = Console(stderr=True)
     try:
         given = settings(small=args.small, updates=args.updates)
     except BenchmarkError as error:
-        progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
+        say(f"{type(error).__name__}: {error}")
         return 1
     result = run(
         given,
-        progress,
         save=lambda so_far: write_result(so_far, args.output),
         before=lambda result: read_result(result, args.output),
     )
     write_result(result, args.output)
     print(section("gpu", result))
-    progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
+    say(f"result: {result_path(result, args.output)}")
     if "whole" not in result:
-        progress.print("a row broke off, and this process can measure no more: the same command goes on after it.")
+        say("a row broke off, and this process can measure no more: the same command goes on after it.")
     return 0 if "whole" in result else 1
 
 

@@ -1,7 +1,7 @@
-"""Results as files, and how they get into a page of the docs."""
+"""Results as files, how they get into a page of the docs, and what is said on the way."""
 
-import json
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.disk import read_object
 from toolkit.reports import machine, versions, write_json
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
+
+
+def say(text: str) -> None:
+    """Tell whoever watches a benchmark, beside what it prints."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def new_result(kind: str, **values: Any) -> dict[str, Any]:
@@ -54,8 +60,7 @@ def write_result(result: dict[str, Any], folder: Path) -> Path:
 
 def read_result(result: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     """What stands where a result is to be written, or None."""
-    path = result_path(result, folder)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_object(result_path(result, folder))
 
 
 def add_result(result: dict[str, Any], folder: Path) -> Path:
@@ -73,7 +78,7 @@ def add_result(result: dict[str, Any], folder: Path) -> Path:
 def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:
     """The newest result of a kind, or None."""
     files = sorted(folder.glob(f"????-??-??_{kind}.json"))
-    return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+    return read_object(files[-1]) if files else None
 
 
 def _days(result: Mapping[str, Any]) -> str:

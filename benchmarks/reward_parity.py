@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.paired import compare, correctness
 from benchmarks.processes import run_module
-from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, where
+from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, say, where
 from benchmarks.reward_arms import ARMS, Job
 from benchmarks.run import about_model
+from toolkit.disk import read_object
 from toolkit.errors import ToolkitError
 from toolkit.reports import write_json
 
@@ -83,9 +83,9 @@ def resumed(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     Raises:
         BenchmarkError: that one is of another model, other pairs or other settings.
     """
-    if not path.is_file():
+    earlier = read_object(path)
+    if earlier is None:
         return fresh
-    earlier = json.loads(path.read_text(encoding="utf-8"))
     same = ("model", "settings", "versions", "machine", "sources")
     other = [key for key in same if earlier.get(key) != fresh[key]]
     if other:
@@ -94,18 +94,10 @@ def resumed(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    job: Job, *, seeds: Sequence[int], arms: Sequence[str], output: Path, console: Console, step: Step = arm_in_process
+    job: Job, *, seeds: Sequence[int], arms: Sequence[str], output: Path, step: Step = arm_in_process
 ) -> dict[str, Any]:
-    """Run every arm of every seed that the result does not have yet; saved after each.
-
-    Args:
-        job: of any seed.
-        seeds: of the runs.
-        arms: names in `ARMS`.
-        output: the result's file.
-        console: for a line about each arm.
-        step: runs an arm.
-    """
+    """Run every arm of every seed that the result at `output` does not have yet; saved after each. `job` may be of any
+    seed."""
     model = about_model(job.model)
     fresh = new_result("reward", model=model, settings=settings_of(job), arms=[], comparisons=[])
     result = resumed(output, fresh)
@@ -116,7 +108,7 @@ def run(
                 continue
             found = step(name, Job(**{**asdict(job), "seed": seed}))
             right = sum(margin > 0 for margin in found["margins"]) / len(found["margins"])
-            console.print(f"seed {seed} {name}: accuracy {right:.3f}, {found['seconds']:.0f} s", highlight=False)
+            say(f"seed {seed} {name}: accuracy {right:.3f}, {found['seconds']:.0f} s")
             result["arms"].append(found)
             result["comparisons"] = comparisons(result["arms"])
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -178,20 +170,19 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--output", type=Path, help="file of the result; one that is there is gone on with")
     args = parser.parse_args()
-    progress = Console(stderr=True)
     # Arms run in the repository's folder.
     job = Job(_absolute(args.model), _absolute(args.train), _absolute(args.validation), seed=args.seeds[0])
     output = args.output or RESULTS / f"{datetime.now(UTC):%Y-%m-%d}_reward.json"
     try:
-        result = run(job, seeds=args.seeds, arms=args.arms, output=output, console=progress)
+        result = run(job, seeds=args.seeds, arms=args.arms, output=output)
     except ToolkitError as error:
-        progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
+        say(f"{type(error).__name__}: {error}")
         return 1
     if args.output is None:
         fill_file(DOCS / "comparisons.md", "reward: made by benchmarks.reward_parity", "end of reward", table(result))
     for found in result["comparisons"]:
         print(verdict(found))
-    progress.print(f"result: {output}", highlight=False, soft_wrap=True)
+    say(f"result: {output}")
     return 0
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from peft import LoraConfig
-from rich.console import Console
 from transformers import LlamaConfig
 
 from benchmarks.random_llama import LLAMA_8B, outline
@@ -62,9 +61,9 @@ def main() -> int:
     roles = base(LLAMA_8B)
     found = {"ours": milliseconds(ours, roles), "PEFT's": milliseconds(peft_s, roles)}
     for name, value in found.items():
-        Console().print(f"{name}: {value:.2f} ms a change of role", highlight=False)
+        print(f"{name}: {value:.2f} ms a change of role")
     where = machine()
-    Console().print(f"on {where['processor']}, {where['cores']} cores", highlight=False)
+    print(f"on {where['processor']}, {where['cores']} cores")
     return 0
 
 

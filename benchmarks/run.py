@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks.compare import check_equal
 from benchmarks.contenders import CONTENDERS
 from benchmarks.errors import BenchmarkError, KilledError
 from benchmarks.processes import python_of, run_module
 from benchmarks.random_llama import LLAMA_8B, save_slice
-from benchmarks.records import RESULTS, new_result, read_result, result_path, write_result
+from benchmarks.records import RESULTS, new_result, read_result, result_path, say, write_result
 from benchmarks.summary import bars, seconds_of, summarise
 from benchmarks.table import section
 from benchmarks.work import Work
@@ -100,14 +99,8 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOL
 def step_in_process(
     step: str, *, model: str, work: Path, agilerl: Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Run one step of `benchmarks.worker` in a process of its own, or of `benchmarks.agile` if it is AgileRL's.
-
-    Args:
-        step: its name.
-        model: folder of the checkpoint.
-        work: file of the work.
-        agilerl: the Python of an environment that has AgileRL.
-        options: further ones of the step.
+    """Run one step of `benchmarks.worker` in a process of its own, or of `benchmarks.agile` if it is AgileRL's, by the
+    Python of an environment that has it.
 
     Returns:
         What it wrote; {} for "sample".
@@ -157,19 +150,17 @@ def about_cpu() -> dict[str, Any]:
 
 
 @contextmanager
-def _left_out(kind: str, title: str, console: Console) -> Iterator[None]:
+def _left_out(kind: str, title: str) -> Iterator[None]:
     """Inside a contender may be killed, if the kind leaves such out."""
     try:
         yield
     except KilledError as error:
         if not BENCHMARKS[kind].leaves_out:
             raise
-        console.print(f"{title}: {error}", highlight=False, soft_wrap=True)
+        say(f"{title}: {error}")
 
 
-def compare_all(
-    step: Step, kind: str, *, model: str, work: Path, dtype: str, console: Console
-) -> dict[str, dict[str, float]]:
+def compare_all(step: Step, kind: str) -> dict[str, dict[str, float]]:
     """The figures of a kind's contenders on one micro-batch.
 
     Raises:
@@ -177,63 +168,42 @@ def compare_all(
     """
     found = {}
     for name in BENCHMARKS[kind].contenders:
-        with _left_out(kind, name, console):
-            found[name] = step("compare", model=model, work=work, contender=name, dtype=dtype)
+        with _left_out(kind, name):
+            found[name] = step("compare", contender=name)
     for name, figures in found.items():
         shown = ", ".join(f"{key} {value:.4f}" for key, value in figures.items())
-        console.print(f"compare {name}: {shown}", highlight=False, soft_wrap=True)
+        say(f"compare {name}: {shown}")
     check_equal(found)
     return found
 
 
-def run_round(
-    step: Step,
-    kind: str,
-    names: Iterable[str],
-    *,
-    model: str,
-    work: Path,
-    dtype: str,
-    updates: int,
-    console: Console,
-    title: str,
-) -> dict[str, Any]:
+def run_round(step: Step, kind: str, names: Iterable[str], *, updates: int, title: str) -> dict[str, Any]:
     """These contenders in turn, and the floor."""
     found: dict[str, Any] = {}
     for name in names:
         started = time.perf_counter()
-        with _left_out(kind, f"{title} {name}", console):
-            found[name] = step("time", model=model, work=work, contender=name, dtype=dtype, updates=updates)
+        with _left_out(kind, f"{title} {name}"):
+            found[name] = step("time", contender=name, updates=updates)
         if name not in found:
             continue
         seconds = seconds_of(found[name])
         shown = ", ".join(f"{key} {value:.1f}" for key, value in seconds.items())
-        console.print(
+        say(
             f"{title} {name}: {shown} s an update, {found[name]['memory_gb']['resident']:.2f} GB "
-            f"({time.perf_counter() - started:.0f} s in all)",
-            highlight=False,
-            soft_wrap=True,
+            f"({time.perf_counter() - started:.0f} s in all)"
         )
-    return {"contenders": found, "floor": step("floor", model=model, work=work, dtype=dtype)}
+    return {"contenders": found, "floor": step("floor")}
 
 
 def run_size(
-    step: Step,
-    name: str,
-    kind: str,
-    *,
-    model: str,
-    dtype: str,
-    updates: int,
-    repeats: int,
-    console: Console,
-    earlier: Mapping[str, Any] | None = None,
+    step: Step, name: str, kind: str, *, updates: int, repeats: int, earlier: Mapping[str, Any] | None
 ) -> Iterator[dict[str, Any]]:
     """The benchmark at one size: comparison, then rounds, after those of an earlier run of the same work; gives what
     there is after each round."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "work.json"
-        step("sample", model=model, work=path, size=name)
+        step = partial(step, work=path)
+        step("sample", size=name)
         work = Work.read(path)
         about = {
             **vars(work.size),
@@ -241,22 +211,11 @@ def run_size(
             "response_tokens": work.lengths,
             "tokens": work.tokens,
         }
-        comparison = compare_all(step, kind, model=model, work=path, dtype=dtype, console=console)
+        comparison = compare_all(step, kind)
         rounds = list(earlier["rounds"]) if earlier and earlier["work"] == about else []
         for number in range(len(rounds) + 1, repeats + 1):
             title = f"{name}, round {number}/{repeats},"
-            found = run_round(
-                step,
-                kind,
-                comparison,
-                model=model,
-                work=path,
-                dtype=dtype,
-                updates=updates,
-                console=console,
-                title=title,
-            )
-            rounds.append(found)
+            rounds.append(run_round(step, kind, comparison, updates=updates, title=title))
             summary = summarise(rounds, tokens=work.tokens, rollouts=work.size.rollouts)
             yield {
                 "work": about,
@@ -285,7 +244,6 @@ def run(
     *,
     rounds: int,
     updates: int,
-    console: Console,
     save: Callable[[dict[str, Any]], object],
     others: Mapping[str, str] | None = None,
     before: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda result: None,
@@ -301,21 +259,12 @@ def run(
     result = new_result(f"{kind}_{dtype}", cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
     result["versions"] |= others or {}
     result["sizes"] = dict(_unfinished(before(result), result))
+    step = partial(step, model=model, dtype=dtype)
     for name in BENCHMARKS[kind].sizes:
         earlier = result["sizes"].get(name)
         if earlier and len(earlier["rounds"]) >= rounds:
             continue
-        for found in run_size(
-            step,
-            name,
-            kind,
-            model=model,
-            dtype=dtype,
-            updates=updates,
-            repeats=rounds,
-            console=console,
-            earlier=earlier,
-        ):
+        for found in run_size(step, name, kind, updates=updates, repeats=rounds, earlier=earlier):
             result["sizes"][name] = found
             save(result)
     return result
@@ -355,7 +304,6 @@ def main() -> int:
     benchmark = BENCHMARKS[args.kind]
     if (args.kind == "agilerl") != (args.agilerl is not None):
         parser.error("the kind agilerl, and no other, needs an environment that has it: --agilerl /path/to/environment")
-    progress = Console(stderr=True)
     model = Path(args.model).expanduser().resolve()  # steps run in the repository's folder
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -369,17 +317,16 @@ def main() -> int:
                 args.kind,
                 rounds=args.rounds,
                 updates=args.updates,
-                console=progress,
                 save=lambda found: write_result(found, args.output),
                 others={"agilerl": agilerl_versions(agilerl)} if agilerl else None,
                 before=lambda found: read_result(found, args.output),
                 step=partial(step_in_process, agilerl=agilerl),
             )
         except ToolkitError as error:
-            progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
+            say(f"{type(error).__name__}: {error}")
             return 1
     print(section(args.kind, result))
-    progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
+    say(f"result: {result_path(result, args.output)}")
     return 0
 
 

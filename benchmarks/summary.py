@@ -14,13 +14,8 @@ from benchmarks.work import PHASES
 # Of our contenders, by value role: at least so many times as fast as the fastest form that stock TRL allows.
 SPEED_BAR = {"separate": 2.0, "shared": 2.5}
 MEMORY_BAR = 0.45  # of that form's peak memory, at most
-FLOOR_BAR = {
-    "cpu": 2.0,
-    "apart": 2.0,
-    "growth": 2.0,
-    "agilerl": 2.0,
-    "slice": 1.4,
-}  # times the floor, at most, by kind of result
+# Times the floor, at most, by kind of result.
+FLOOR_BAR = dict.fromkeys(("cpu", "apart", "growth", "agilerl"), 2.0) | {"slice": 1.4}
 
 _WORDS = {"speed": "speed", "memory": "memory", "over_floor": "× floor"}
 
@@ -65,7 +60,7 @@ def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: i
     The ratios of one without a reward role are to AgileRL's, which has none; the floor has one.
 
     Args:
-        rounds: raw figures; what a contender lacks in one of them is not told.
+        rounds: raw figures; a contender that one of them lacks is left out.
         tokens: of one update by phase, from `Work.tokens`.
         rollouts: of one update.
     """
@@ -96,12 +91,7 @@ def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: i
 
 
 def bars(summary: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-    """What is asked of our contenders, what they reach, and whether it is met.
-
-    Args:
-        summary: from `summarise`.
-        kind: of the benchmark.
-    """
+    """What is asked of our contenders, what they reach by a summary, and whether it is met."""
     found = []
     for name, figures in summary["contenders"].items():
         contender = CONTENDERS[name]

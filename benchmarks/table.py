@@ -5,7 +5,7 @@ python -m benchmarks.table
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,11 +216,6 @@ def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def gpu_rows(result: Mapping[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
-    """Columns and rows of a result of `benchmarks.gpu`."""
-    return _GPU_COLUMNS, [_gpu_cells(row) for row in result["rows"]]
-
-
 def _gpu(result: Mapping[str, Any]) -> str:
     model, work = result["model"], result["work"]
     weights = f": {model['weights_gb']:.2f} GB" if "weights_gb" in model else ""  # none where no base could be made
@@ -235,7 +230,7 @@ def _gpu(result: Mapping[str, Any]) -> str:
     processors = dict.fromkeys(row["processor"] for row in result["rows"] if "processor" in row)
     if len(processors | {result["machine"]["processor"]: None} if processors else {}) > 1:
         about += f" Beside the card the rows had different processors, one after the other: {', '.join(processors)}."
-    return "\n\n".join([about, markdown(*gpu_rows(result))])
+    return "\n\n".join([about, markdown(_GPU_COLUMNS, [*map(_gpu_cells, result["rows"])])])
 
 
 _SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {

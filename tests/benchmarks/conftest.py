@@ -1,14 +1,14 @@
 import io
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks import run as driver
 from benchmarks import worker
 from benchmarks.reward_arms import Job
-from tests.benchmarks.examples import BY_HAND, SIZE, one_round
+from tests.benchmarks.examples import BY_HAND, FIGURES, SIZE, one_round
 from tests.tiny_models import tiny_model
 from tests.tiny_runs import byte_tokenizer, save_llama
 from toolkit.models import Precision, on_another_machine
@@ -30,8 +30,6 @@ def work(checkpoint):
 def result(checkpoint):
     """The driver's result of two rounds, with made-up figures, and the steps that it asked for."""
     asked = []
-    figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0, "policy_gradient": 1.0,
-               "value_head_gradient": 1.0}  # fmt: skip
 
     def step(name, *, model, work, contender=None, size=None, dtype="bfloat16", updates=None):
         assert dtype == "bfloat16"
@@ -40,18 +38,17 @@ def result(checkpoint):
             replace(BY_HAND, size=replace(BY_HAND.size, epochs=1)).write(work)
             return {}
         one = one_round()
-        return {"compare": figures, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
+        return {"compare": FIGURES, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
 
-    console = Console(file=io.StringIO())
-    saved = []
+    saved, said = [], io.StringIO()
 
     def save(so_far):
         saved.append(len(so_far["sizes"]["base"]["rounds"]))
 
-    with on_another_machine(Precision("bfloat16")):
-        found = driver.run(checkpoint, "cpu", rounds=2, updates=1, console=console, save=save, step=step)
+    with on_another_machine(Precision("bfloat16")), redirect_stderr(said):
+        found = driver.run(checkpoint, "cpu", rounds=2, updates=1, save=save, step=step)
     assert saved == [1, 2]  # a benchmark that is stopped keeps its rounds
-    return found, asked, console.file.getvalue()
+    return found, asked, said.getvalue()
 
 
 @pytest.fixture(scope="session")

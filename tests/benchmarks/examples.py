@@ -12,6 +12,11 @@ BY_HAND = Work(
 )
 
 
+FIGURES = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0, "policy_gradient": 1.0,
+           "value_head_gradient": 1.0}  # fmt: skip
+"""Of a contender on one micro-batch."""
+
+
 def one_round(slow=1.0, *, agilerl=False):
     """Round figures; `slow` stretches what is not ours, `agilerl` adds the contenders without a reward role."""
     totals = {

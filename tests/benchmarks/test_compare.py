@@ -4,6 +4,7 @@ from benchmarks import contenders, worker
 from benchmarks.compare import check_equal, differences
 from benchmarks.contenders import CONTENDERS
 from benchmarks.errors import BenchmarkError
+from tests.benchmarks.examples import FIGURES
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,7 @@ def test_a_contender_that_leaves_an_adapter_out_is_refused(checkpoint, work, mon
 
 
 def test_what_differs_is_named():
-    same = {"score": 1.0, "kl": 0.0, "entropy": 50.0, "policy_loss": 0.0, "value_loss": 0.5, "policy_gradient": 1.0,
-            "value_head_gradient": 1.0}  # fmt: skip
-    found = {name: dict(same) for name in CONTENDERS}
+    found = {name: FIGURES | {"entropy": 50.0, "value_loss": 0.5} for name in CONTENDERS}
     assert differences(found) == []
     found["stock-peft"]["value_loss"] = 0.53
     found["ours-shared"]["policy_gradient"] = 9.0  # holds the value loss too: not compared
@@ -79,8 +78,5 @@ def test_what_differs_is_named():
 
 
 def test_where_a_partner_was_left_out_nothing_is_held_to_it():
-    figures = {"score": 1.0, "kl": 0.0, "entropy": 50.0, "policy_loss": 0.0, "value_loss": 0.5, "policy_gradient": 1.0,
-               "value_head_gradient": 1.0}  # fmt: skip
-    found = {name: dict(figures) for name in ("stock-full", "ours-separate-nf4", "ours-shared-nf4")}
-    found["ours-shared-nf4"]["score"] = 2.0
-    assert differences(found) == ["score: 2 in ours-shared-nf4, 1 in ours-separate-nf4"]
+    found = dict.fromkeys(("stock-full", "ours-separate-nf4"), FIGURES) | {"ours-shared-nf4": FIGURES | {"score": 2.0}}
+    assert differences(found) == ["score: 2 in ours-shared-nf4, 0 in ours-separate-nf4"]

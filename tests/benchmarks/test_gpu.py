@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks import gpu, table
 from benchmarks.errors import BenchmarkError
@@ -100,7 +99,7 @@ def test_a_row_without_room_to_merge_or_that_fails_a_check_loses_no_other(error,
     roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="merged")
     assert row["refused"] == said and not row["broken"]
-    assert table.gpu_rows({"rows": [row | {"lengths": "even"}]})[1][0][4] == row["refused"]
+    assert table._gpu_cells(row | {"lengths": "even"})[4] == row["refused"]
 
 
 def test_graphs_are_rows_of_a_card(monkeypatch):
@@ -134,7 +133,7 @@ def test_a_row_that_breaks_off_ends_its_process_and_loses_no_other(monkeypatch):
     found, ends = None, []
     while found is None or "whole" not in found:
         of_card, before = replace(given, device=torch.device("cuda")), found
-        found = gpu.run(of_card, Console(quiet=True), lambda result: None, lambda result, before=before: before)
+        found = gpu.run(of_card, lambda result: None, lambda result, before=before: before)
         ends.append(len(asked))
     plain = [(value, how) for value in ("separate", "shared") for how in ("eager", "eager", "merged", "eager", "eager")]
     by_graphs = [
@@ -167,7 +166,7 @@ def test_a_base_that_cannot_be_made_is_told_of_in_its_rows(monkeypatch, fails, r
     monkeypatch.setattr(gpu, "_line", str)
     monkeypatch.setattr(gpu, "add_roles", placed)
     monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
-    found = gpu.run(gpu.settings(small=True), Console(quiet=True), lambda result: saved.append(len(result["rows"])))
+    found = gpu.run(gpu.settings(small=True), lambda result: saved.append(len(result["rows"])))
     of_base = [row for row in found["rows"] if row["value"] == "separate"]
     assert saved == [*range(1, rows + 1)] and all(said.items() <= row.items() for row in of_base)
     assert len({gpu._key(row) for row in found["rows"]}) == rows and len(of_base) == min(rows, 5)
@@ -180,7 +179,7 @@ def test_a_machine_on_which_no_base_can_be_made_has_a_table_that_says_so(monkeyp
 
     monkeypatch.setattr(gpu, "random_llama", fails)
     monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
-    found = gpu.run(gpu.settings(small=True), Console(quiet=True), lambda result: None)
+    found = gpu.run(gpu.settings(small=True), lambda result: None)
     assert table.section("gpu", found).count("out of memory") == len(found["rows"]) == 10
 
 
@@ -202,7 +201,7 @@ def test_a_run_that_was_cut_short_goes_on_with_its_next_row(monkeypatch):
 
     def run():
         save = lambda so_far: saved.append(json.loads(json.dumps(so_far)))  # noqa: E731
-        return gpu.run(given, Console(quiet=True), save, lambda result: saved[-1] if saved else None)
+        return gpu.run(given, save, lambda result: saved[-1] if saved else None)
 
     monkeypatch.setattr(gpu, "measure", measured)
     monkeypatch.setattr(gpu, "_foreseen", foreseen)
@@ -226,7 +225,7 @@ def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
     planned = {"planned_seconds": dict.fromkeys(PHASES, 2.0), "planned_gb": dict.fromkeys(PHASES, 3.0)}
     row = {**ROW, "seconds": figures}
     row |= {"peak_gb": figures, "samples_per_second": 1.0, "over_floor": 1.0}
-    _, (both, without) = table.gpu_rows({"rows": [row | planned, row | {"planned_gb": planned["planned_gb"]}]})
+    both, without = map(table._gpu_cells, (row | planned, row | {"planned_gb": planned["planned_gb"]}))
     assert both[4:10] == ["1.00 (2.00)"] * 3 + ["1.00 (3.00)"] * 3
     assert without[4:10] == ["1.00"] * 3 + ["1.00 (3.00)"] * 3
     monkeypatch.setattr(gpu, "here", lambda: 24 * 10**9)
@@ -244,8 +243,7 @@ def test_a_row_whose_micro_batch_was_halved_says_so():
     figures = dict.fromkeys(PHASES, 1.0)
     row = {**ROW, "lowered": {"update": 2}}
     row |= {"seconds": figures, "planned_seconds": figures, "peak_gb": figures, "planned_gb": figures}
-    _, rows = table.gpu_rows({"rows": [{**row, "samples_per_second": 1.0, "over_floor": 1.0}]})
-    assert rows[0][2] == "eager, update by 2 rows"
+    assert table._gpu_cells({**row, "samples_per_second": 1.0, "over_floor": 1.0})[2] == "eager, update by 2 rows"
 
 
 def test_rows_that_cannot_be_packed_are_a_row_of_that(monkeypatch):
@@ -260,8 +258,8 @@ def test_rows_that_cannot_be_packed_are_a_row_of_that(monkeypatch):
 
 
 def test_a_row_that_ran_out_of_memory_says_where():
-    _, rows = table.gpu_rows({"rows": [{**ROW, "out_of_memory": "update"}]})
-    assert rows[0][:5] == ["separate", "off", "eager", "even", "out of memory in update"]
+    cells = table._gpu_cells({**ROW, "out_of_memory": "update"})
+    assert cells[:5] == ["separate", "off", "eager", "even", "out of memory in update"]
 
 
 def test_uneven_lengths_reach_from_an_eighth_to_the_longest_and_are_not_in_order():

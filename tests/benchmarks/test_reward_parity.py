@@ -1,8 +1,6 @@
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from benchmarks import processes, reward_parity
 from benchmarks.errors import BenchmarkError
@@ -11,8 +9,7 @@ from tests.benchmarks.examples import scored_arm
 
 
 def test_a_run_goes_on_where_it_was(job, tmp_path):
-    output, console = tmp_path / "results" / "x.json", Console(file=io.StringIO())
-    asked = []
+    output, asked = tmp_path / "results" / "x.json", []
 
     def step(arm, one):
         asked.append((arm, one.seed))
@@ -22,8 +19,8 @@ def test_a_run_goes_on_where_it_was(job, tmp_path):
 
     arms = ("trl-bf16", "ours-nf4")
     with pytest.raises(BenchmarkError, match="stopped"):
-        reward_parity.run(job, seeds=[0, 1], arms=arms, output=output, console=console, step=step)
-    result = reward_parity.run(job, seeds=[0, 1], arms=arms, output=output, console=console, step=step)
+        reward_parity.run(job, seeds=[0, 1], arms=arms, output=output, step=step)
+    result = reward_parity.run(job, seeds=[0, 1], arms=arms, output=output, step=step)
     assert asked == [("trl-bf16", 0), ("ours-nf4", 0), ("trl-bf16", 1), ("trl-bf16", 1), ("ours-nf4", 1)]
     assert json.loads(output.read_text()) == result
     (found,) = result["comparisons"]
@@ -37,9 +34,7 @@ def test_a_run_goes_on_where_it_was(job, tmp_path):
     with pytest.raises(
         BenchmarkError, match=r"x\.json differs from this run in settings\. Name another file with --output"
     ):
-        reward_parity.run(
-            Job(**{**vars(job), "pairs": 9}), seeds=[0], arms=arms, output=output, console=console, step=step
-        )
+        reward_parity.run(Job(**{**vars(job), "pairs": 9}), seeds=[0], arms=arms, output=output, step=step)
 
 
 def test_an_arm_in_a_process_of_its_own_that_fails_says_which(job, monkeypatch):

@@ -1,8 +1,6 @@
 import copy
-import io
 
 import pytest
-from rich.console import Console
 
 from benchmarks import processes
 from benchmarks import run as driver
@@ -13,7 +11,7 @@ from benchmarks.processes import python_of
 from benchmarks.summary import FLOOR_BAR
 from benchmarks.table import KINDS, section
 from benchmarks.work import SIZES
-from tests.benchmarks.examples import BY_HAND, one_round
+from tests.benchmarks.examples import BY_HAND, FIGURES, one_round
 from toolkit.models import Precision, on_another_machine, precision
 
 
@@ -31,27 +29,21 @@ def test_contenders_that_compute_something_else_are_not_timed(checkpoint, monkey
             BY_HAND.write(work)
             return {}
         assert name == "compare"
-        value = 2.0 if contender == "stock-views" else 1.0
-        return {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": value,
-                "policy_gradient": 1.0, "value_head_gradient": 1.0}  # fmt: skip
+        return FIGURES | {"value_loss": 2.0 if contender == "stock-views" else 1.0}
 
     with pytest.raises(BenchmarkError, match="value_loss: 2 in stock-views, 1 in ours-separate$"):
-        console = Console(file=io.StringIO())
-        driver.run(checkpoint, "cpu", rounds=1, updates=1, console=console, save=pytest.fail, step=step)
+        driver.run(checkpoint, "cpu", rounds=1, updates=1, save=pytest.fail, step=step)
 
 
 def test_a_cpu_that_is_slow_in_the_kind_s_precision_is_told_at_once(monkeypatch):
     monkeypatch.setattr(precision, "slower_than_float32", lambda dtype: 79.0)
     told = "slice is of bfloat16 alone, and .* takes 79 times as long here as in float32"
     with on_another_machine(Precision("float32", "it is an old one")), pytest.raises(BenchmarkError, match=told):
-        driver.run("/nowhere", "slice", rounds=1, updates=1, console=Console(file=io.StringIO()), save=pytest.fail)
+        driver.run("/nowhere", "slice", rounds=1, updates=1, save=pytest.fail)
 
 
 def test_growth_leaves_out_whom_memory_does_not_hold_and_goes_on_where_it_was_broken_off(checkpoint):
-    figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0, "policy_gradient": 1.0,
-               "value_head_gradient": 1.0}  # fmt: skip
-    sizes, saved, stop_at = [], [], ("many", 2)
-    floors = []
+    sizes, saved, floors, stop_at = [], [], [], ("many", 2)
 
     def step(name, *, contender=None, size=None, work=None, **_):
         if name == "sample":
@@ -66,12 +58,11 @@ def test_growth_leaves_out_whom_memory_does_not_hold_and_goes_on_where_it_was_br
         if contender == "stock-full" and (name, sizes[-1]) in (("time", "longest"), ("compare", "longer")):
             raise KilledError("it was killed")
         one = one_round()
-        return {"compare": figures, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
+        return {"compare": FIGURES, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
 
     def run(before, rounds=2):
-        console = Console(file=io.StringIO())
         named = {"save": lambda found: saved.append(copy.deepcopy(found)), "before": lambda result: before}
-        return driver.run(checkpoint, "growth", rounds=rounds, updates=1, console=console, step=step, **named)
+        return driver.run(checkpoint, "growth", rounds=rounds, updates=1, step=step, **named)
 
     with pytest.raises(KeyboardInterrupt):
         run(None)
@@ -120,19 +111,16 @@ def test_agilerl_is_held_to_ours_without_a_reward_role_and_both_loops_with_one_r
             BY_HAND.write(work)
             return {}
         # Without a score it has other advantages than with one.
-        gradient = 1.0 if contender and CONTENDERS[contender].rewarded else 2.0
-        figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0,
-                   "policy_gradient": gradient, "value_head_gradient": 1.0}  # fmt: skip
+        figures = FIGURES | {"policy_gradient": 1.0 if contender and CONTENDERS[contender].rewarded else 2.0}
         seen.append((name, contender))
         one = one_round(agilerl=True)
         return {"compare": figures, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
 
-    console, versions = Console(file=io.StringIO()), {"agilerl": "2.58.0 (with torch 2.13.0)"}
+    versions = {"agilerl": "2.58.0 (with torch 2.13.0)"}
     with on_another_machine(Precision("bfloat16")):
         found = driver.run(
-            checkpoint, "agilerl", rounds=1, updates=1, console=console, save=lambda found: None, others=versions,
-            step=step,
-        )  # fmt: skip
+            checkpoint, "agilerl", rounds=1, updates=1, save=lambda found: None, others=versions, step=step
+        )
     summary = found["sizes"]["base"]["summary"]
     assert (summary["fastest_stock"], summary["fastest_agilerl"]) == ("stock-full", "agilerl")
     assert {bar["contender"] for bar in found["sizes"]["base"]["bars"]} == {"ours-separate", "ours-shared"}
