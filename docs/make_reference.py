@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from peft import LoraConfig
@@ -46,32 +46,21 @@ A recipe is a YAML mapping of the sections below. Any key can be given on the co
 | `seed` | a whole number for all stages; {seed} by default |"""
 
 
-@dataclass(frozen=True)
-class _Elsewhere:
-    """A class whose fields are described by its owner."""
-
-    owner: type
-    whose: str
-    docs: str
-
-    def __str__(self) -> str:
-        name, count = self.owner.__name__, len(owner_fields(self.owner))
-        return f"The {count} fields of {self.whose} `{name}`, by its own names: [{name}]({self.docs})."
+def _elsewhere(owner: type, whose: str, page: str) -> str:
+    """Of a class whose fields another library describes, on a page of its docs."""
+    name, count = owner.__name__, len(owner_fields(owner))
+    link = f"https://huggingface.co/docs/{page}.{name}"
+    return f"The {count} fields of {whose} `{name}`, by its own names: [{name}]({link})."
 
 
-_DOCS = "https://huggingface.co/docs"
 _ELSEWHERE = {
-    "lora": _Elsewhere(LoraConfig, "PEFT's", f"{_DOCS}/peft/package_reference/lora#peft.LoraConfig"),
-    "quantization": _Elsewhere(
-        BitsAndBytesConfig,
-        "transformers'",
-        f"{_DOCS}/transformers/main_classes/quantization#transformers.BitsAndBytesConfig",
+    "lora": _elsewhere(LoraConfig, "PEFT's", "peft/package_reference/lora#peft"),
+    "quantization": _elsewhere(
+        BitsAndBytesConfig, "transformers'", "transformers/main_classes/quantization#transformers"
     ),
-    "sft": _Elsewhere(SFTConfig, "TRL's", f"{_DOCS}/trl/sft_trainer#trl.SFTConfig"),
-    "q": _Elsewhere(
-        TrainingArguments, "transformers'", f"{_DOCS}/transformers/main_classes/trainer#transformers.TrainingArguments"
-    ),
-    "reward": _Elsewhere(TRLRewardConfig, "TRL's", f"{_DOCS}/trl/reward_trainer#trl.RewardConfig"),
+    "sft": _elsewhere(SFTConfig, "TRL's", "trl/sft_trainer#trl"),
+    "q": _elsewhere(TrainingArguments, "transformers'", "transformers/main_classes/trainer#transformers"),
+    "reward": _elsewhere(TRLRewardConfig, "TRL's", "trl/reward_trainer#trl"),
 }
 
 
@@ -138,7 +127,7 @@ def _plain_section(name: str, owner: type) -> Iterator[str]:
     yield from table(owner, owner_fields(owner))
     yield ""
     if "quantization" in owner_fields(owner):
-        yield from (f"### {name}.quantization", "", str(_ELSEWHERE["quantization"]), "")
+        yield from (f"### {name}.quantization", "", _ELSEWHERE["quantization"], "")
 
 
 def _data_sections() -> Iterator[str]:
@@ -172,7 +161,7 @@ def _scorer_sections() -> Iterator[str]:
         own_first = sorted(owner_fields(owner), key=lambda name: name not in inspect.get_annotations(owner))
         yield from table(owner, [name for name in own_first if name != "weight"])
         yield ""
-    yield from ("### scorer.quantization", "", str(_ELSEWHERE["quantization"]), "")
+    yield from ("### scorer.quantization", "", _ELSEWHERE["quantization"], "")
     yield from ("## judge", "")
     yield "A second reward, of the form of `scorer`, which PPO and Q-learning do not train on. It scores the responses"
     yield "to held-out prompts wherever they are evaluated, as `judge`. One of kind adapter is read from `start.judge`,"
@@ -197,7 +186,7 @@ def _q_section() -> Iterator[str]:
     yield from ("## q", "", inspect.getdoc(QConfig) or "", "")
     ours = [name for name in declared(QConfig) if name not in owner_fields(TrainingArguments)]
     yield from ("### q: from the toolkit", "", *table(QConfig, ours), "")
-    yield from ("### q: from transformers", "", str(_ELSEWHERE["q"]), "", "Of these are refused, having no effect:", "")
+    yield from ("### q: from transformers", "", _ELSEWHERE["q"], "", "Of these are refused, having no effect:", "")
     yield from _refused("q")
 
 
@@ -210,9 +199,9 @@ def reference() -> str:
             lines += _data_sections()
             roles = ", ".join(f"`{role}`" for role in ADAPTER_ROLES)
             lines += ["## adapters", "", f"A LoRA configuration for each of the roles {roles}.", ""]
-            lines += [str(_ELSEWHERE["lora"]), "", *_scorer_sections()]
+            lines += [_ELSEWHERE["lora"], "", *_scorer_sections()]
     for name in ("sft", "reward"):
-        lines += [f"## {name}", "", str(_ELSEWHERE[name]), ""]
+        lines += [f"## {name}", "", _ELSEWHERE[name], ""]
     lines += ["### reward: from the toolkit", "", *table(RewardConfig, declared(RewardConfig)), ""]
     lines += [*_ppo_section(), "", *_q_section()]
     return "\n".join(lines).rstrip() + "\n"
