@@ -209,15 +209,22 @@ DEMONSTRATIONS = {
 }
 
 
-def run_stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str, from_run: str = "") -> None:
+def run_stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str) -> None:
     """One stage by the command line, in a process of its own; one that was stopped goes on from its checkpoints."""
     command = [sys.executable, "-m", "toolkit", stage, str(recipe), *overrides, "--run", run, "--runs-dir", str(runs)]
-    command += ["--from-run", from_run] if from_run else []
     command += ["--resume"] if (runs / run).is_dir() else []
     print(" ".join(["toolkit", *command[3:]]), flush=True)
     ended = subprocess.run(command, check=False).returncode
     if ended:
         raise SystemExit(ended)  # the stage has said why
+
+
+def run_values(values: Mapping[str, Any], path: Path, runs: Path, *stages: str) -> Path:
+    """These stages of a recipe, which is written to a file first, in a run of the file's name. Returns its folder."""
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    for stage in stages:
+        run_stage(stage, path, path.stem, runs)
+    return runs / path.stem
 
 
 def _start(demonstration: Demonstration, seed: int, runs: Path, overrides: Sequence[str]) -> Recipe:
@@ -252,12 +259,8 @@ def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict
 
 def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> dict[str, Any]:
     demonstration = DEMONSTRATIONS[name]
-    run = f"{name}-{arm_name}-{seed}"
-    path = runs / f"{run}.yaml"
     values = recipe_of_arm(start, demonstration.arms[arm_name], demonstration)
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    run_stage("ppo", path, run, runs)
-    folder = runs / run / "ppo"
+    folder = run_values(values, runs / f"{name}-{arm_name}-{seed}.yaml", runs, "ppo") / "ppo"
     return measured(folder) | (said_by(folder) if demonstration.said else {})
 
 
@@ -349,17 +352,7 @@ def perplexity(model: Any, tokenizer: Any, said: Iterable[tuple[str, str]]) -> f
 
 
 def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = ()) -> Path:
-    """Run all arms of a demonstration and write its result.
-
-    Args:
-        name: of the demonstration.
-        runs: folder of the runs.
-        overrides: "section.key=value" for its recipe.
-        seeds: those to run; its own if none are given.
-
-    Returns:
-        The result's path.
-    """
+    """Run all arms of a demonstration, for its own seeds if none are given, and write its result. Returns its path."""
     demonstration = DEMONSTRATIONS[name]
     runs.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {arm: {} for arm in demonstration.arms}

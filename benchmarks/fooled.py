@@ -30,12 +30,11 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
-import yaml
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.demonstrations import APOLOGY, cell_of, perplexity, run_stage
+from benchmarks.demonstrations import APOLOGY, cell_of, perplexity, run_stage, run_values
 from benchmarks.errors import BenchmarkError
 from benchmarks.paired import bootstrap
 from benchmarks.records import (
@@ -248,8 +247,7 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
     values["ppo"] |= {"per_device_eval_batch_size": PROMPTS}
     values["ppo"] |= {"load_best_model_at_end": True, "metric_for_best_model": "judge"} if form.follows else {}
     path = runs.parent / f"watched-{begun.run}.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    run_stage("ppo", path, path.stem, runs)
+    run_values(values, path, runs, "ppo")
     recipe = recipes.load(path, run=path.stem, runs_dir=runs)
     ppo = recipe.stage_folder("ppo")
     result = json.loads((ppo / "result.json").read_text(encoding="utf-8"))
@@ -316,12 +314,8 @@ def _models_of_their_own(form: Form, begun: Recipe, runs: Path, settings: Sequen
 
 
 def asked(values: Mapping[str, Any], **start: str) -> Evaluation:
-    """Held-out prompts with the responses of a policy, measured.
-
-    Args:
-        values: a recipe of PPO alone.
-        start: the folders of the adapters `policy`, `reward` and `judge`.
-    """
+    """Held-out prompts of a recipe of PPO alone with the responses of a policy, measured. `start` names the folders of
+    the adapters `policy`, `reward` and `judge`."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = recipes.load({**values, "start": start}, run="asked", runs_dir=folder).ppo_trainer()
         return trainer.evaluate_rollout(trainer.eval_dataset)
@@ -487,13 +481,8 @@ def judged_again(
     results: Mapping[str, Mapping[str, Any]], judge: Callable[[Mapping[str, Any]], Sequence[float]], title: str
 ) -> str:
     """What another judge says of the responses of results, before PPO and after it, of what a judge has brought back
-    beside the end, and of `made` beside `plain`.
-
-    Args:
-        results: by form, of the same prompts; a form may have more seeds than another.
-        judge: gives the scores of what a policy has `said` to each prompt.
-        title: of the table.
-    """
+    beside the end, and of `made` beside `plain`. All forms have the same prompts, one may have more seeds than another;
+    `judge` gives the scores of what a policy has `said` to each prompt."""
     policies = {name: [one["policies"] for one in result["seeds"].values()] for name, result in results.items()}
     for of in (of for of_form in policies.values() for seed in of_form for of in seed.values()):
         of.setdefault("each", {})[_AGAIN] = list(judge(of))

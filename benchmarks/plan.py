@@ -154,7 +154,7 @@ def measured(case: Case) -> dict[str, int]:
     """The same of a real update, by the allocator's own count."""
     with _trained_once(case) as (trainer, update):
         static, given = _static(trainer), update()
-        return {"static": static, **{name: static + _peak(work)[1] for name, work in given}}
+        return {"static": static, **{name: static + _peak(work) for name, work in given}}
 
 
 def seconds_predicted(case: Case) -> dict[str, float]:
@@ -235,12 +235,12 @@ def steps_measured(case: Case) -> dict[str, int]:
             trainer.training_step(trainer.model, dict(batch))
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
-            _, peak = _peak(partial(unpacked, trainer.training_step, trainer.model, dict(batch)))
+            peak = _peak(partial(unpacked, trainer.training_step, trainer.model, dict(batch)))
             found[stage] = _static(trainer) + peak
             trainer.optimizer.zero_grad()
             trainer.model.eval()
             batch = trainer.data_collator([row] * trainer.args.per_device_eval_batch_size)
-            _, peak = _peak(partial(unpacked, trainer.prediction_step, trainer.model, dict(batch), True))
+            peak = _peak(partial(unpacked, trainer.prediction_step, trainer.model, dict(batch), True))
             found[f"{stage} evaluation"] = _static(trainer) + peak
     return found
 
@@ -251,16 +251,16 @@ def _static(trainer: Any) -> int:
     return weight_bytes_of(trainer.roles) + sum(t.nbytes for t in state if t.numel() > 1)
 
 
-def _peak(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What some work gives, and the most bytes that were live in it at a time, beyond what was live before."""
+def _peak(work: Callable[[], Any]) -> int:
+    """The most bytes that were live at a time in some work, beyond what was live before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        made = work()
+        work()
     events = recorded.profiler.kineto_results.events()
     live = most = 0
     for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         live += size
         most = max(most, live)
-    return made, most
+    return most
 
 
 def errors(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
@@ -279,7 +279,6 @@ class Compared:
         measure: gives it of a real one.
         unit: in which it is shown.
         size: of the unit.
-        digits: behind the point.
         limit: of an error.
     """
 
@@ -289,7 +288,6 @@ class Compared:
     measure: Callable[[Case], Mapping[str, float]]
     unit: str = "MB"
     size: float = 1e6
-    digits: int = 2
     limit: float | None = LIMIT
 
     @property
@@ -301,7 +299,7 @@ class Compared:
     def row(self, case: Case, ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
         """One of the table; the last cell is the largest error."""
         off = errors(ours, theirs)
-        cells = [f"{found[phase] / self.size:.{self.digits}f}" for found in (ours, theirs) for phase in off]
+        cells = [f"{found[phase] / self.size:.2f}" for found in (ours, theirs) for phase in off]
         return [str(case), *cells, f"{max(off.values(), key=abs):+.1%}"]
 
 

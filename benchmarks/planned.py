@@ -31,13 +31,8 @@ class Planned(NamedTuple):
 
 
 def without_numbers(values: dict[str, Any], *, value: str, weights: str) -> SharedBase:
-    """A Llama with its roles, of the form that it would be loaded in.
-
-    Args:
-        values: arguments of `LlamaConfig`.
-        value: "separate" or "shared".
-        weights: "float32", "bf16" or "nf4".
-    """
+    """A Llama of these arguments of `LlamaConfig` with its roles, the value role "separate" or "shared", of the form in
+    which "float32", "bf16" or "nf4" weights would be loaded."""
     base = outline(LlamaConfig(**values)).to(torch.float32 if weights == "float32" else torch.bfloat16)
     if weights == "nf4":
         quantize_outline(base, nf4())
@@ -56,15 +51,8 @@ def static_bytes(roles: SharedBase, args: TrainingArguments) -> int:
 def planned(
     values: dict[str, Any], args: PPOConfig, lengths: Lengths, *, value: str, weights: str, names: Mapping[str, str]
 ) -> Planned:
-    """An update without a weight.
-
-    Args:
-        values: arguments of `LlamaConfig`.
-        args: of the trainer.
-        lengths: of all rows.
-        value: as for `without_numbers`, and so are the weights.
-        names: what the benchmark calls a plan's phases; others are left out.
-    """
+    """An update of what `without_numbers` gives, with rows of these lengths. `names` are what the benchmark calls a
+    plan's phases; others are left out."""
     roles = without_numbers(values, value=value, weights=weights)
     phases: dict[str, list[Phase]] = {name: [] for name in names.values()}
     update = CountedUpdate(Counted(values["vocab_size"]), roles, args, lengths, on_cpu=args.use_cpu)

@@ -5,7 +5,7 @@ device and quantised there before the next one, so that a machine needs neither 
 `save_slice` is a checkpoint of two layers of the true width, where a machine's memory does not hold all of them.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +61,18 @@ TINY: dict[str, Any] = {
 _STD = 0.02  # LlamaConfig.initializer_range
 
 
-@dataclass(frozen=True)
-class _Filler:
-    device: torch.device
-    dtype: torch.dtype = torch.bfloat16
-
-    def noise(self, *shape: int, std: float = _STD) -> torch.Tensor:
-        return std * torch.randn(*shape, dtype=self.dtype, device=self.device)
-
-    def quantised(self, layer: Linear4bit, std: float) -> Params4bit:
-        """Random weights for a layer, quantised as `from_pretrained` quantises them."""
-        weight = Params4bit(
-            self.noise(layer.out_features, layer.in_features, std=std),
-            requires_grad=False,
-            blocksize=layer.weight.blocksize,
-            compress_statistics=layer.weight.compress_statistics,
-            quant_type=layer.weight.quant_type,
-            quant_storage=layer.weight.quant_storage,
-            module=layer,
-        )
-        return weight.to(self.device)  # here bitsandbytes quantises it
+def _quantised(layer: Linear4bit, weights: torch.Tensor) -> Params4bit:
+    """Weights for a layer, quantised as `from_pretrained` quantises them."""
+    found = Params4bit(
+        weights,
+        requires_grad=False,
+        blocksize=layer.weight.blocksize,
+        compress_statistics=layer.weight.compress_statistics,
+        quant_type=layer.weight.quant_type,
+        quant_storage=layer.weight.quant_storage,
+        module=layer,
+    )
+    return found.to(weights.device)  # here bitsandbytes quantises it
 
 
 def outline(config: LlamaConfig) -> LlamaForCausalLM:
@@ -90,29 +82,26 @@ def outline(config: LlamaConfig) -> LlamaForCausalLM:
 
 
 def random_llama(values: dict[str, Any], device: torch.device) -> LlamaForCausalLM:
-    """The model, frozen, in the form that `load_base` gives: linear layers in NF4, all else in bfloat16.
-
-    Args:
-        values: arguments of `LlamaConfig`.
-        device: where it is built.
-    """
+    """The model of these arguments of `LlamaConfig`, frozen, in the form that `load_base` gives: linear layers in NF4,
+    all else in bfloat16."""
     torch.manual_seed(0)
     config = LlamaConfig(**values)
     model = outline(config)
     quantize_outline(model, nf4())
-    fill = _Filler(device)
+    noise = partial(torch.randn, dtype=torch.bfloat16, device=device)
     # Smaller where a layer writes to the residual stream, as GPT-2's are: rounding of one layer would else be so much
     # in the last that a base is not known by what it gives.
     of_residuals = _STD / (2 * config.num_hidden_layers) ** 0.5
     for place, module in model.named_modules():
         if isinstance(module, Linear4bit):
-            module.weight = fill.quantised(module, of_residuals if place.endswith(("o_proj", "down_proj")) else _STD)
+            std = of_residuals if place.endswith(("o_proj", "down_proj")) else _STD
+            module.weight = _quantised(module, std * noise(module.out_features, module.in_features))
             module.support_avx512bf16_for_cpu = False  # as in `load_base`: its packed layout has no gradients
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(parameter.shape)
+            shape = parameter.shape
             norm = len(shape) == 1
-            data = torch.ones(shape, dtype=fill.dtype, device=device) if norm else fill.noise(*shape)
+            data = torch.ones(shape, dtype=torch.bfloat16, device=device) if norm else _STD * noise(shape)
             setattr(module, name, torch.nn.Parameter(data, requires_grad=False))
     # Its buffers are computed in the constructor, which on the meta device computes nothing.
     with device:
@@ -121,13 +110,8 @@ def random_llama(values: dict[str, Any], device: torch.device) -> LlamaForCausal
 
 
 def save_slice(folder: Path, tokenizer: PreTrainedTokenizerBase, values: dict[str, Any]) -> None:
-    """Write a checkpoint in bfloat16 with two layers, random weights, and a tokenizer of a smaller vocabulary.
-
-    Args:
-        folder: where to.
-        tokenizer: of the prompts; its special tokens are the model's.
-        values: arguments of `LlamaConfig`, but for the number of layers.
-    """
+    """Write a checkpoint in bfloat16 with two layers of these arguments of `LlamaConfig`, random weights, and a
+    tokenizer of a smaller vocabulary, whose special tokens are the model's."""
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LlamaConfig(**{**values, **special, "num_hidden_layers": 2})
     torch.manual_seed(0)

@@ -26,17 +26,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-from benchmarks.demonstrations import GAIN, PAGE, cell_of, gain, measured, perplexity, run_stage, with_range
+from benchmarks.demonstrations import GAIN, PAGE, cell_of, gain, measured, perplexity, run_values, with_range
 from benchmarks.errors import BenchmarkError
 from benchmarks.fooled import OWN_PPO, OWN_REWARD, asked, reward_figures, said
 from benchmarks.records import RESULTS, add_result, fill_file, markdown, new_result, save_figure, where
 from toolkit import recipes
 from toolkit.data import Rollout
+from toolkit.disk import read_object
 from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.trainers.reward import RewardConfig, judge_pairs, pair_figures, reward_trainer
 
@@ -78,11 +78,8 @@ def end_of(text: str) -> list[str] | None:
 
 
 def pairs_of(reviews: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
-    """Two words with an end of a praising and one of a damning review that begin with them, in an order of their own.
-
-    Args:
-        reviews: with `text` and `label`, "1" for praise and "0" for blame.
-    """
+    """Two words with an end of a praising review, labelled "1", and one of a damning one, "0", that begin with them, in
+    an order of their own."""
     ends: dict[str, dict[str, list[str]]] = {"1": defaultdict(list), "0": defaultdict(list)}
     for review in reviews:
         if words := end_of(review["text"]):
@@ -143,13 +140,8 @@ def recipe_of(
 ) -> dict[str, Any]:
     """The recipe with stages before PPO, a trained reward in place of its function, and a judge.
 
-    Args:
-        folder: of the data.
-        seed: of all stages.
-        overrides: "section.key=value" for the recipe.
-        pairs: the file that the reward learns from.
-        own: whether reward and critic are models of their own, not an adapter and a head.
-        other: the trained reward model of another kind, which reads text, in place of an adapter.
+    `pairs` is the file in the folder that the reward learns from. With `own` reward and critic are models of their own,
+    not an adapter and a head; `other` is a trained reward model of another kind, which reads text.
     """
     values = recipes.load(RECIPE, f"seed={seed}", *overrides).values
     lora = values["adapters"]["policy"]
@@ -187,18 +179,15 @@ def vader(rollout: Rollout) -> list[float]:
 
 
 def taught(checkpoint: str, data: Path, seed: int, folder: Path) -> Path:
-    """A classifier of another kind, all of whose weights have learnt the pairs as text; in `folder`, with its figures.
-
-    Args:
-        checkpoint: with a tokenizer of its own.
-        data: folder of the pairs.
+    """A classifier of another kind, all of whose weights have learnt the pairs in `data` as text, by its own tokenizer;
+    in `folder`, with its figures.
 
     Raises:
         BenchmarkError: there is one in `folder`, of another checkpoint or other settings.
     """
     taught_as = {"checkpoint": checkpoint, **OTHER_REWARD}
-    if (folder / "reward.json").is_file():
-        if json.loads((folder / "reward.json").read_text(encoding="utf-8")).get("taught_as") != taught_as:
+    if (earlier := read_object(folder / "reward.json")) is not None:
+        if earlier.get("taught_as") != taught_as:
             raise BenchmarkError(f"{folder} holds a reward of another checkpoint or other settings: move it away.")
         return folder
     set_seed(seed)
@@ -233,11 +222,7 @@ def run(
 
     def stages(name: str, seed: int, *wanted: str, pairs: str = "pairs", **reward: Any) -> Path:
         path = folder / f"{name}.yaml"
-        values = recipe_of(folder, seed, overrides, pairs, **reward)
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        path.write_text(text, encoding="utf-8")
-        for stage in wanted:
-            run_stage(stage, path, name, runs)
+        run_values(recipe_of(folder, seed, overrides, pairs, **reward), path, runs, *wanted)
         return path
 
     stages("others", OF_OTHERS, "reward", pairs="other_pairs")

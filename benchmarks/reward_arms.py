@@ -111,15 +111,15 @@ def settings(job: Job, folder: str) -> dict[str, Any]:
     }
 
 
-def _trained(trainer: Any) -> dict[str, Any]:
+def _judged(trainer: Any, held_out: Dataset, scores: Callable[[Sequence[Sequence[int]]], Tensor]) -> dict[str, Any]:
+    """Trains, and then judges pairs by the scores (N, 1) of token ids."""
     started = time.perf_counter()
     trainer.train()
+    seconds = time.perf_counter() - started
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"seconds": time.perf_counter() - started, "losses": losses}
-
-
-def _figures(chosen: Tensor, rejected: Tensor, trained: dict[str, Any]) -> dict[str, Any]:
-    return {"margins": [round(float(margin), 6) for margin in chosen - rejected], **trained}
+    with trainer.compute_loss_context_manager():
+        margins = (scores(held_out["chosen_ids"]) - scores(held_out["rejected_ids"])).squeeze(1)
+    return {"margins": [round(margin, 6) for margin in margins.tolist()], "seconds": seconds, "losses": losses}
 
 
 def ours(
@@ -138,23 +138,19 @@ def ours(
     seed_head(roles.head("reward").weight, f"reward {job.seed}")
     args = RewardConfig(**settings(job, folder), loss=loss)
     trainer = reward_trainer(args, tokenizer, roles, pairs.train, callbacks=[])
-    trained = _trained(trainer)
-    with trainer.compute_loss_context_manager():
-        chosen, rejected = (
-            read_sequences(roles, pairs.held_out[name], pad_token_id=tokenizer.pad_token_id, batch_size=job.batch_size)
-            for name in ("chosen_ids", "rejected_ids")
-        )
-    return _figures(chosen.squeeze(1), rejected.squeeze(1), trained)
+    scores = partial(read_sequences, roles, pad_token_id=tokenizer.pad_token_id, batch_size=job.batch_size)
+    return _judged(trainer, pairs.held_out, scores)
 
 
 @torch.no_grad()
-def _scores(model: Any, rows: Sequence[Sequence[int]], pad_token_id: int, batch_size: int) -> Tensor:
-    scores = torch.zeros(len(rows))
+def _scores(model: Any, rows: Sequence[Sequence[int]], *, pad_token_id: int, batch_size: int) -> Tensor:
+    model.eval()
+    scores = torch.zeros(len(rows), 1)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     for start in range(0, len(rows), batch_size):
         part = order[start : start + batch_size]
         ids, mask = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=8)
-        scores[part] = model(input_ids=ids, attention_mask=mask).logits.squeeze(1).float()
+        scores[part] = model(input_ids=ids, attention_mask=mask).logits.float()
     return scores
 
 
@@ -172,14 +168,8 @@ def plain_trl(job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder
         train_dataset=pairs.train,
         processing_class=tokenizer,
     )
-    trained = _trained(trainer)
-    model.eval()
-    with trainer.compute_loss_context_manager():
-        chosen, rejected = (
-            _scores(model, pairs.held_out[name], tokenizer.pad_token_id, job.batch_size)
-            for name in ("chosen_ids", "rejected_ids")
-        )
-    return _figures(chosen, rejected, trained)
+    scores = partial(_scores, model, pad_token_id=tokenizer.pad_token_id, batch_size=job.batch_size)
+    return _judged(trainer, pairs.held_out, scores)
 
 
 ARMS: dict[str, Callable[[Job, Pairs, PreTrainedTokenizerBase, str], dict[str, Any]]] = {

@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,7 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 def comparisons(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every comparison for which some seeds have both arms.
-
-    Args:
-        arms: from `benchmarks.reward_arms.run_arm`.
-    """
+    """Every comparison for which some seeds have both of its `arms`, which are from `reward_arms.run_arm`."""
     margins = {(arm["arm"], arm["seed"]): arm["margins"] for arm in arms}
     found = []
     for first, second in COMPARISONS:
@@ -106,7 +102,7 @@ def run(
         for name in arms:
             if (name, seed) in done:
                 continue
-            found = step(name, Job(**{**asdict(job), "seed": seed}))
+            found = step(name, replace(job, seed=seed))
             right = sum(margin > 0 for margin in found["margins"]) / len(found["margins"])
             say(f"seed {seed} {name}: accuracy {right:.3f}, {found['seconds']:.0f} s")
             result["arms"].append(found)

@@ -18,12 +18,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
 from matplotlib.figure import Figure
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.demonstrations import COMPARISONS, GAIN, gain, measured, run_stage, untrained, with_range
+from benchmarks.demonstrations import COMPARISONS, GAIN, gain, measured, run_stage, run_values, untrained, with_range
 from benchmarks.records import (
     RESULTS,
     add_result,
@@ -94,14 +93,8 @@ def with_q(begun: Recipe) -> dict[str, Any]:
 
 
 def with_cloning(begun: Recipe, collected: Path, kept: Path, model: str) -> dict[str, Any]:
-    """The sft stage with those of the collected responses that kept all their rules, in place of its demonstrations.
-
-    Args:
-        begun: the recipe.
-        collected: `responses.jsonl` of a stage collect.
-        kept: where the demonstrations go.
-        model: the checkpoint that learns from them.
-    """
+    """The sft stage of a model with those of the collected responses that kept all their rules, which go to `kept`, in
+    place of its demonstrations."""
     rows = [
         {"prompt": row["prompt"], "completion": row["response"]}
         for row in read_jsonl(collected)
@@ -166,10 +159,7 @@ def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int], arms: Sequen
 
 
 def _run(stage: str, name: str, values: Mapping[str, Any], runs: Path, seed: int) -> Path:
-    path = runs / f"systems-{name}-{seed}.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    run_stage(stage, path, f"systems-{name}-{seed}", runs)
-    return runs / f"systems-{name}-{seed}" / stage
+    return run_values(values, runs / f"systems-{name}-{seed}.yaml", runs, stage) / stage
 
 
 # ---------------------------------------------------------------------- figure and table
