@@ -157,9 +157,8 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        return not (self.refused or self.failed) and all(
-            value <= RIGHT for value in self.apart.values()
-        )  # not where it is NaN
+        close = all(value <= RIGHT for value in self.apart.values())  # not where one is NaN
+        return close and not (self.refused or self.failed)
 
 
 def examine(kind: str, **changes: Any) -> Row:

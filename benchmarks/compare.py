@@ -33,24 +33,16 @@ def partner_of(name: str) -> str:
     return f"ours-separate{'' if contender.rewarded else '-unscored'}{'-nf4' if contender.quantised else ''}"
 
 
-def _compared(name: str) -> list[str]:
-    # The value loss of a shared value role reaches the policy's adapter too.
-    left_out = {"policy_gradient"} if CONTENDERS[name].value == "shared" else set()
-    return [figure for figure in TOLERANCES if figure not in left_out]
-
-
 def differences(found: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """One line for each figure that is further from its partner's than `TOLERANCES` allow.
-
-    Args:
-        found: by contender, from `worker.compare`; those whose partner is not among them are held to nothing.
-    """
+    """One line for each figure, from `worker.compare`, that is further from its partner's than `TOLERANCES` allow."""
     lines = []
     for name, figures in found.items():
         if (partner := partner_of(name)) not in found:  # memory did not hold it
             continue
-        for figure in _compared(name):
-            relative, absolute = TOLERANCES[figure]
+        for figure, (relative, absolute) in TOLERANCES.items():
+            # The value loss of a shared value role reaches the policy's adapter too.
+            if figure == "policy_gradient" and CONTENDERS[name].value == "shared":
+                continue
             ours, theirs = found[partner][figure], figures[figure]
             # Not "more than": a figure that is not a number differs.
             size = found[partner]["entropy"] if figure == "kl" else ours

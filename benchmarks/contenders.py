@@ -100,13 +100,7 @@ def prompts(work: Work) -> Dataset:
 
 
 def add_roles(base: SharedBase, value: str, *, rewarded: bool = True) -> SharedBase:
-    """All four roles with an equal start.
-
-    Args:
-        base: carries none yet.
-        value: "separate" or "shared".
-        rewarded: whether the reward role is among them.
-    """
+    """All roles with an equal start, the value role "separate" or "shared", on a base that has none yet."""
     base.add_role("policy", lora())
     base.add_role("reference")
     base.add_role("value", lora() if value == "separate" else None)
@@ -179,13 +173,8 @@ def _classifier(job: Job, role: str, *, adapter: bool, quantised: bool) -> PreTr
 
 
 def build_stock(job: Job, *, adapters: bool, quantised: bool) -> Built:
-    """TRL's PPOTrainer as its users have it, on a base for each model.
-
-    Args:
-        job: what it is built for.
-        adapters: whether value and reward are PEFT models like the policy, or whole ones.
-        quantised: whether each base is in NF4, which whole models that are trained cannot be.
-    """
+    """TRL's PPOTrainer as its users have it, on a base for each model: with `adapters` value and reward are PEFT models
+    like the policy, else whole ones, which in NF4 could not be trained."""
     from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer  # not above: `gpu` reads this module beside later TRL
 
     dataset = prompts(job.work)

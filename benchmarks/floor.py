@@ -54,26 +54,15 @@ class Matmul:
 
 
 def linear_layers(model: PreTrainedModel) -> tuple[tuple[Shape, ...], Shape]:
-    """Shapes of the linear layers in the order of a forward pass, and that of `lm_head`.
-
-    Args:
-        model: weights are not read; it may be on the meta device.
-    """
+    """Shapes of the linear layers in the order of a forward pass, and that of `lm_head`; no weight is read."""
     head = model.get_output_embeddings()
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     return tuple((m.in_features, m.out_features) for m in layers), (head.in_features, head.out_features)
 
 
 def matmuls(work: Work, layers: tuple[Shape, ...], head: Shape, *, value: str, rank: int) -> list[Matmul]:
-    """All products of one update.
-
-    Args:
-        work: prompts and responses.
-        layers: shapes of the linear layers.
-        head: shape of `lm_head`.
-        value: "separate", a forward pass of its own, or "shared", the policy's.
-        rank: of the adapters on all linear layers.
-    """
+    """All products of one update, with adapters of this rank on all linear layers. A value that is "separate" has a
+    forward pass of its own, one that is "shared" the policy's."""
     size = work.size
     prompts, new = sum(map(len, work.prompt_ids)), sum(work.lengths)
     whole, share = prompts + new, size.micro_batch / size.rollouts
@@ -153,13 +142,7 @@ def seconds_of_a_pass(
 def measure(
     found: Mapping[str, list[Matmul]], *, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, dict[str, Any]]:
-    """Operations, rate and seconds of each list of products, and seconds by phase.
-
-    Args:
-        found: by value role, from `matmuls`.
-        dtype: of inputs and weights.
-        device: where to measure.
-    """
+    """Operations, rate and seconds of the products from `matmuls`, and seconds by phase; all by value role."""
     rates: dict[tuple, float] = {}
     report: dict[str, dict[str, Any]] = {}
     for value, products in found.items():

@@ -223,15 +223,10 @@ def run(
     save: Callable[[dict[str, Any]], Any],
     before: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda result: None,
 ) -> dict[str, Any]:
-    """All rows on one machine.
+    """All rows on one machine. Returns the result as it is written, `whole` where no row has broken off.
 
-    Args:
-        given: what is run.
-        save: is given the result so far after every row, so that a run that is cut short loses one row at most.
-        before: gives what stands where a result is to be saved, whose rows are kept if they are of the same.
-
-    Returns:
-        The result as it is written, `whole` where no row has broken off.
+    `save` is given the result so far after every row, so that a run that is cut short loses one row at most. `before`
+    gives what stands where a result is to be saved, whose rows are kept if they are of the same.
     """
     works = {how: random_work(given.llama, given.size, given.prompt_length, uneven=how == "uneven") for how in LENGTHS}
     drawn = outline(LlamaConfig(**given.llama))
@@ -263,9 +258,8 @@ def run(
     result |= _begun(before(result), result)
     done = [_key(row) for row in result["rows"]]
     by_graphs = BY_GRAPHS if given.device.type == "cuda" else ()
-    last = [("separate", by_graphs)] if by_graphs else []
-    uneven = [{**FORMS[0], "lengths": how} for how in ("uneven", PACKED)]
-    for value, of_base in [("separate", (*FORMS, *uneven)), ("shared", (*FORMS, *uneven, *by_graphs)), *last]:
+    plain = (*FORMS, *({**FORMS[0], "lengths": how} for how in ("uneven", PACKED)))
+    for value, of_base in (("separate", plain), ("shared", (*plain, *by_graphs)), ("separate", by_graphs)):
         forms = [form for form in of_base if _key({"value": value, "lengths": "even", **form}) not in done]
         for row in _rows(given, value, forms, works, result["model"]) if forms else ():
             if "seconds" in row:

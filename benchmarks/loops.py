@@ -6,7 +6,6 @@ score     from there to the first forward pass of the update: log-probabilities 
 update    the rest: every pass of every epoch, and the optimizer
 """
 
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -90,10 +89,11 @@ def run_trl(built: Built, work: Work, clock: PhaseClock, updates: int) -> dict[s
             clock.start("update")
         return accumulate(*models)
 
-    with ExitStack() as patches:
-        patches.enter_context(given_responses(built.generator, work))
-        patches.enter_context(mock.patch.object(trl_module, "batch_generation", timed_generation))
-        patches.enter_context(mock.patch.object(trainer.accelerator, "accumulate", timed_accumulation))
+    with (
+        given_responses(built.generator, work),
+        mock.patch.object(trl_module, "batch_generation", timed_generation),
+        mock.patch.object(trainer.accelerator, "accumulate", timed_accumulation),
+    ):
         trainer.train()
     assert len(clock.updates) >= updates
     return {name: float(listener.logs[theirs]) for name, theirs in _TRL_NAMES.items()}

@@ -118,13 +118,7 @@ def folded(summary: str, *parts: str) -> str:
 
 
 def fill(page: str, begin: str, end: str, text: str) -> str:
-    """A page with another text between two markers.
-
-    Args:
-        page: the page.
-        begin: the text of the marker before it, an HTML comment.
-        end: the text of the marker after it.
-        text: what is to stand between them.
+    """A page with another text between two markers, which are HTML comments of these texts.
 
     Raises:
         ValueError: a marker is missing.

@@ -45,11 +45,7 @@ def _encoded(texts: Sequence[str], model: str) -> Tensor:
 
 
 def relevance(prompts: Sequence[str], responses: Sequence[str], model: str) -> list[float]:
-    """The cosine of each response and what its prompt asks, from -1 to 1.
-
-    Args:
-        model: the folder of the encoder.
-    """
+    """The cosine of each response and what its prompt asks, from -1 to 1, by the encoder in a folder."""
     cosines = _encoded([asked(prompt) for prompt in prompts], model) * _encoded(responses, model)
     found: list[float] = cosines.sum(dim=-1).tolist()
     return found

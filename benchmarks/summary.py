@@ -55,14 +55,10 @@ def fastest(kind: str, rounds: Sequence[Round], names: Iterable[str]) -> str | N
 
 
 def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: int) -> dict[str, Any]:
-    """Medians and ratios of each contender, and the seconds of the floor.
+    """Medians and ratios of each contender that all rounds have, and the seconds of the floor.
 
-    The ratios of one without a reward role are to AgileRL's, which has none; the floor has one.
-
-    Args:
-        rounds: raw figures; a contender that one of them lacks is left out.
-        tokens: of one update by phase, from `Work.tokens`.
-        rollouts: of one update.
+    The ratios of one without a reward role are to AgileRL's, which has none; the floor has one. Tokens, by phase, and
+    rollouts are those of one update.
     """
     names = [name for name in rounds[0]["contenders"] if all(name in one["contenders"] for one in rounds)]
     rivals = {True: fastest("stock", rounds, names), False: fastest("agilerl", rounds, names)}
@@ -86,7 +82,7 @@ def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: i
         value: {phase: statistics.median(one["floor"][value]["seconds"][phase] for one in rounds) for phase in PHASES}
         for value in SPEED_BAR
     }
-    fastest_ones = {f"fastest_{kind}": name for kind, name in (("stock", rivals[True]), ("agilerl", rivals[False]))}
+    fastest_ones = {"fastest_stock": rivals[True], "fastest_agilerl": rivals[False]}
     return {**fastest_ones, "contenders": contenders, "floor_seconds": floor}
 
 

@@ -114,10 +114,7 @@ class Work:
         return found[0]
 
     def check(self, response_ids: Sequence[Sequence[int]]) -> None:
-        """The rollout that a contender saw is the given one.
-
-        Args:
-            response_ids: in the order of the prompts; what follows a response's end does not count.
+        """The responses that a contender saw are the given ones; what follows the end of one does not count.
 
         Raises:
             BenchmarkError: it is not.
@@ -163,14 +160,8 @@ def uneven_lengths(rollouts: int, longest: int) -> list[int]:
 def sample_work(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: Size, *, prompts: Sequence[str]
 ) -> Work:
-    """Prompts, and responses to them that the model samples at temperature 1.
-
-    Args:
-        model: the checkpoint, as it is.
-        tokenizer: from `padding_tokenizer`, with a chat template.
-        size: how much.
-        prompts: questions, of which the first `size.rollouts` are taken, and where they are apart the last ones, too.
-    """
+    """The first prompts, where they are apart each with one of the last, and responses to them that the checkpoint
+    samples at temperature 1, as it is. The tokenizer is from `padding_tokenizer`, with a chat template."""
     if size.apart:
         texts = [
             f"{first} {second}" for first, second in zip(prompts[: size.rollouts], reversed(prompts), strict=False)
@@ -239,12 +230,8 @@ class _Given(RowProcessor):
 
 @contextmanager
 def given_responses(model: PreTrainedModel, work: Work) -> Iterator[None]:
-    """While it lasts, the model answers the prompts of `work` with its responses.
-
-    Args:
-        model: the causal language model whose `generate` is called in the end, below PEFT and below any view.
-        work: prompts and responses.
-    """
+    """While it lasts, the model answers the prompts of `work` with its responses. It is the one whose `generate` is
+    called in the end, below PEFT and below any view."""
     generate = model.generate
 
     def follow(*args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def one_round(slow=1.0, *, agilerl=False):
             for name, seconds in totals.items()
         },
         "floor": {
-            value: {"seconds": {"rollout": 1.0, "score": 1.0, "update": least}, "parts": []}
+            value: {"seconds": {"rollout": 1.0, "score": 1.0, "update": least}}
             for value, least in (("separate", 3.0), ("shared", 1.0))
         },
     }

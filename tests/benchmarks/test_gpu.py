@@ -20,6 +20,14 @@ from toolkit.trainers import self_checks
 ROW = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "lengths": "even"}
 
 
+def row_of(**form):
+    """A row of the small ones, with a shared value role."""
+    given = gpu.settings(small=True)
+    work = gpu.random_work(given.llama, given.size, given.prompt_length)
+    roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
+    return gpu.measure(given, roles, work, value="shared", **form)
+
+
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(["tenacity", "matplotlib", "trl.experimental.ppo"]))  # None: as where there is none
@@ -72,13 +80,10 @@ def test_a_row_that_does_not_fit_loses_no_other(error, said, monkeypatch):
         raise error from torch.cuda.OutOfMemoryError("out") if isinstance(error, RewardError) else None
 
     monkeypatch.setattr(gpu, "run_ours", runs_out)
-    given = gpu.settings(small=True)
-    work = gpu.random_work(given.llama, given.size, given.prompt_length)
-    roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
-    row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
+    row = row_of(gradient_checkpointing=False, generation="eager")
     assert row["out_of_memory"] == said
     monkeypatch.setattr(gpu, "run_ours", lambda *arguments: (_ for _ in ()).throw(RuntimeError("CUDA error: assert")))
-    row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
+    row = row_of(gradient_checkpointing=False, generation="eager")
     assert row["refused"] == "RuntimeError: CUDA error: assert" and row["broken"]
 
 
@@ -94,10 +99,7 @@ def test_a_row_without_room_to_merge_or_that_fails_a_check_loses_no_other(error,
         raise error
 
     monkeypatch.setattr(self_checks, "check_room_to_merge", no_room)
-    given = gpu.settings(small=True)
-    work = gpu.random_work(given.llama, given.size, given.prompt_length)
-    roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
-    row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="merged")
+    row = row_of(gradient_checkpointing=False, generation="merged")
     assert row["refused"] == said and not row["broken"]
     assert table._gpu_cells(row | {"lengths": "even"})[4] == row["refused"]
 
@@ -105,11 +107,8 @@ def test_a_row_without_room_to_merge_or_that_fails_a_check_loses_no_other(error,
 def test_graphs_are_rows_of_a_card(monkeypatch):
     """Here by graphs that are played back without one; what a plan says of them is not what it says of eager ones."""
     monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
-    given = gpu.settings(small=True)
-    work = gpu.random_work(given.llama, given.size, given.prompt_length)
-    roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     with graphs_without_a_card() as graphs:
-        rows = [gpu.measure(given, roles, work, value="shared", **form) for form in gpu.BY_GRAPHS]
+        rows = [row_of(**form) for form in gpu.BY_GRAPHS]
     assert [row["generation"] for row in rows] == ["graphs", "merged_graphs"]
     assert all(set(row["seconds"]) == set(PHASES) for row in rows)
     # An update of six tokens, the checks of the first one of four, and another update.
