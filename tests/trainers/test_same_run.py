@@ -78,18 +78,18 @@ def test_another_precision_is_gone_on_with_and_said(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "change", "said"),
     [
-        (ppo, {"learning_rate": 1e-6}, "a learning rate of 0.01, and here it is 1e-06"),
-        (ppo, {"value_learning_rate": 1e-6}, "a learning rate of 0.01, and here it is 1e-06"),
-        (ppo, {"kl_coef": 0.9}, "a kl_coef of 0.1, and here it is 0.9"),
-        (ppo, {"optim": "sgd"}, r"a setting optim of adamw_torch\w*, and here it is sgd"),
-        (ppo, {"weight_decay": 0.5}, "weight_decay of 0.0, and here it is 0.5"),
-        (sft_policy, {"adam_beta2": 0.5}, r"adam_beta1 and adam_beta2 of \[0.9, 0.999\], and here it is \[0.9, 0.5\]"),
-        (reward_pairs, {"adam_epsilon": 0.5}, "adam_epsilon of 1e-08, and here it is 0.5"),
+        (ppo, {"learning_rate": 1e-6}, "with learning_rate 0.01, and here it is 1e-06"),
+        (ppo, {"value_learning_rate": 1e-6}, "with value_learning_rate None, and here it is 1e-06"),
+        (ppo, {"kl_coef": 0.9}, "with kl_coef 0.1, and here it is 0.9"),
+        (ppo, {"optim": "sgd"}, r"with optim adamw_torch\w*, and here it is sgd"),
+        (ppo, {"weight_decay": 0.5}, "with weight_decay 0.0, and here it is 0.5"),
+        (sft_policy, {"adam_beta2": 0.5}, "with adam_beta2 0.999, and here it is 0.5"),
+        (reward_pairs, {"adam_epsilon": 0.5}, "with adam_epsilon 1e-08, and here it is 0.5"),
     ],
 )
 def test_a_setting_that_would_be_replaced_is_refused(stage, change, said, tmp_path):
     make(stage, tmp_path, max_steps=1).train()
-    with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run with .*{said}: it cannot change within a run"):
+    with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run {said}: it cannot change within a run"):
         make(stage, tmp_path, max_steps=2, **change).train(resume_from_checkpoint=True)
 
 

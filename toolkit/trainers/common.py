@@ -280,9 +280,9 @@ class SamplingTrainer(RoleTrainer):
         found = frozen_digests(self.roles)
         return {role: digest for role, digest in found.items() if role == "reference" or scores_for(role)}
 
-    def check_run(self, checkpoint: Path, state: dict[str, Any]) -> None:
+    def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """As of every trainer; and of the adapters that the run began with and does not train."""
-        super().check_run(checkpoint, state)
+        super().check_checkpoint(checkpoint, state)
         check_frozen(state["own"]["frozen"], self.frozen)
 
     def predict(self, *arguments: Any, **named: Any) -> Any:

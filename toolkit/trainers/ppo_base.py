@@ -77,8 +77,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
         self.score_shaper = ScoreShaper(args)
-        # Changed by the adaptive controller, where kl_target asks for it, or by a callback; the first is of the run.
-        self.kl_coef = self._kl_coef_begun_with = args.kl_coef
+        self.kl_coef = args.kl_coef  # the adaptive controller changes it where kl_target asks for that, or a callback
         self.state = _State(**vars(self.state))
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
@@ -197,7 +196,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         checkpoint = self._whole_checkpoint(folder)
         self._prepare_training()
         state = read_state(checkpoint)
-        with of_this_version(checkpoint):
+        with processes.agreed(), of_this_version(checkpoint):  # an error of all is told once
             self.check_checkpoint(checkpoint, state)  # before anything is changed
         noted = trainer_state(type(self.state), checkpoint)
         self.load_saved(checkpoint)

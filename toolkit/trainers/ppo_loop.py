@@ -23,7 +23,7 @@ from toolkit.rewards import Scores, check_scores, concatenate_scores, state_of, 
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, where_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
-from toolkit.trainers.same_run import of_this_version, other_setting
+from toolkit.trainers.same_run import of_this_version
 
 
 class PPOLoop(SharedBaseTrainer):
@@ -346,7 +346,6 @@ class PPOLoop(SharedBaseTrainer):
         return {
             **self._place(),
             "kl_coef": self.kl_coef,
-            "kl_coef_begun_with": self._kl_coef_begun_with,
             "evaluation_due": self._evaluation_due,
             "end_due": self._end_due,
             "passed_over": self._passed_over,
@@ -358,13 +357,6 @@ class PPOLoop(SharedBaseTrainer):
             "frozen": self.frozen,
             "watch": vars(self.watch),
         }
-
-    def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        super().check_checkpoint(checkpoint, state)
-        own = state["own"]
-        with processes.agreed():  # an error of all is told once
-            if (begun_with := own["kl_coef_begun_with"]) != self._kl_coef_begun_with:
-                raise other_setting(checkpoint, "kl_coef", begun_with, self._kl_coef_begun_with)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]

@@ -24,13 +24,11 @@ from toolkit.trainers.at_step_end import AtStepEnd
 from toolkit.trainers.best import BestOfSaved, has_stopped
 from toolkit.trainers.same_run import (
     check_alike,
-    check_same_optimizer,
     check_same_run,
+    check_same_settings,
     identity,
     of_this_version,
-    other_setting,
     settings_of,
-    tell_other_settings,
 )
 from toolkit.trainers.self_checks import check_batch, check_undivided
 from toolkit.trainers.share import sum_like_gradients
@@ -66,7 +64,7 @@ class ResumableTrainer(BestOfSaved):
         """Nothing, if several processes begin with the same settings, base, data, adapters and versions, and a sum over
         them, which is made once, is of all, else a SelfCheckError."""
         with processes.agreed():
-            check_alike({**self._identity, "settings": self._settings}, self.roles, trained=self._trained)
+            check_alike(self._identity, self.roles, trained=self._trained)
         if self._summed:
             return
         with processes.agreed():
@@ -134,16 +132,6 @@ class ResumableTrainer(BestOfSaved):
         """What is learnt is made trainable, alone, where another trainer of the same base was made since."""
         if self.roles is not None and {*self.roles.trained_roles} != {*self.learnt_roles}:
             self.roles.train_roles(*self.learnt_roles)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Each group keeps the rate that it begins with: a checkpoint is held against it, and "reduce_lr_on_plateau"
-        and "greedy" note none.
-
-        `spec.trial` calls it on a trainer that was not made, and has only what is read here.
-        """
-        for group in (optimizer or self.optimizer).param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        return super().create_scheduler(num_training_steps, optimizer)
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """As of every trainer; and whatever the strategy "best" says, whoever asked to stop gets a checkpoint."""
@@ -226,14 +214,12 @@ class ResumableTrainer(BestOfSaved):
     def _whole_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler
         return {
-            "optim": str(self.args.optim.value),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": checkpoints.get_random_states(),
             "own": self.own_state(),
             **self._identity,
-            "settings": self._settings,
             "processes": processes.count(),
             "stopped_early": any(
                 isinstance(callback, EarlyStoppingCallback) and has_stopped(callback)
@@ -248,11 +234,7 @@ class ResumableTrainer(BestOfSaved):
     @cached_property
     def _identity(self) -> dict[str, Any]:
         measures = (getattr(self, name, None) for name in ("reward", "judge"))
-        return identity(self.train_dataset, self.model, self.roles, *measures)
-
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        return settings_of(self.args)
+        return identity(self.train_dataset, self.model, self.roles, *measures) | {"settings": settings_of(self.args)}
 
     @property
     def _metrics_files(self) -> list[MetricsFile]:
@@ -291,30 +273,21 @@ class ResumableTrainer(BestOfSaved):
             one.forget_earlier()
         self._find_best()
 
-    def check_run(self, checkpoint: Path, state: dict[str, Any]) -> None:
+    def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Raises CheckpointError: what a checkpoint's state relies on, and does not hold, is that of another run."""
         check_same_run(checkpoint, state, self._identity)
-
-    def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Raises CheckpointError: the whole state of a checkpoint is that of another run."""
-        groups, now = state["optimizer"]["param_groups"], self.optimizer.param_groups
-        with processes.agreed():  # an error of all is told once
-            self.check_run(checkpoint, state)
-            if (before := state["optim"]) != (kind := self.args.optim.value):
-                raise other_setting(checkpoint, "setting optim", before, kind)
-            if len(groups) != len(now):
-                wrong = f"{checkpoint} was written with another weight decay."
-                raise CheckpointError(wrong, remedy="Restore that setting, or start anew.")
-            check_same_optimizer(checkpoint, groups, now)
+        check_same_settings(checkpoint, state["settings"], self._identity["settings"])
 
     def restore_optimizer(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Optimizer, schedule and scaler as they were, of a checkpoint that has been checked; a CheckpointError if its
         optimizer does not fit."""
-        try:
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{checkpoint} is of another run: its optimizer does not fit ({error}).") from error
         with of_this_version(checkpoint):
+            optimizer = state["optimizer"]
+            try:
+                self.optimizer.load_state_dict(optimizer)
+            except (ValueError, KeyError) as error:
+                wrong = f"{checkpoint} is of another run: its optimizer does not fit ({error})."
+                raise CheckpointError(wrong) from error
             self.lr_scheduler.load_state_dict(state["scheduler"])
             take_rates_of_schedule(self.lr_scheduler, self.optimizer)
             if state["scaler"] is not None and self.accelerator.scaler is not None:
@@ -322,14 +295,12 @@ class ResumableTrainer(BestOfSaved):
         self._count_resumption(checkpoint, state)
 
     def _count_resumption(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Count seconds and resumptions on from a checkpoint, know it for saved, and tell of other settings."""
+        """Count seconds and resumptions on from a checkpoint, and know it for saved."""
         step = self.state.global_step
         with of_this_version(checkpoint):
             self.seconds_before, self.resumed_at = state["seconds"], (*state["resumed_at"], step)
-            settings = state["settings"]
         if checkpoint.resolve() == self._folder_of(step).resolve():  # it may lie elsewhere
             self._saved_at = step
-        tell_other_settings(checkpoint, settings, self._settings)
 
     def restore_progress(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """What `own_state` gave, and then the random states: what comes before may draw random numbers."""

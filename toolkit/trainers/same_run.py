@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -23,21 +23,19 @@ from toolkit.rewards import code_digests
 
 # Other versions of these may round differently, or store their state differently.
 _EXACT_WITH = ("torch", "transformers", "trl", "peft", "bitsandbytes")
-# What a group of an optimizer's parameters is made with, and what the settings call it.
-_OF_OPTIMIZER = {
-    "initial_lr": "learning rate",
-    "weight_decay": "weight_decay",
-    "betas": "adam_beta1 and adam_beta2",
-    "eps": "adam_epsilon",
-}
+_OF_A_GROUP = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_OPTIMIZER = ("optim", "optim_args", *_OF_A_GROUP)
+# What cannot change within a run: a checkpoint brings the optimizer as it was made, and the coefficient as it was
+# adapted, which would take the place of other settings without a word.
+_FIXED = (*_OF_OPTIMIZER, *(f"value_{name}" for name in _OF_A_GROUP), "kl_coef")
 # Of a config's own settings those of length, memory and speed, by which nothing else is learnt than before; and
-# those of transformers by which it is, beside what the optimizer is made with.
+# those of transformers by which it is.
 _NOT_LEARNT_BY = {
     "total_episodes", "generation", "logprob_chunk_size", "q_chunk_size", "local_rollout_forward_batch_size",
     "activation_offloading", "dataset_num_proc", "rollouts_shown",
 }  # fmt: skip
 _LEARNT_BY = (
-    "seed", "data_seed", "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim_args",
+    *_OF_OPTIMIZER, "seed", "data_seed", "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
     "label_smoothing_factor", "neftune_noise_alpha", "dataloader_drop_last", "train_sampling_strategy",
 )  # fmt: skip
 
@@ -198,24 +196,14 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         warnings.warn(wrong, stacklevel=3)
 
 
-def tell_other_settings(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn where a run goes on with others than `then`, of those of `settings_of`."""
-    if told := [f"{name} {then[name]} → {new}" for name, new in now.items() if then.get(name, new) != new]:
-        others = f"other settings ({', '.join(told)}): the figures before and after are of two recipes."
-        warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
-
-
-def check_same_optimizer(checkpoint: Path, then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-    """Nothing, if the groups of an optimizer's parameters have the settings that they had in the checkpoint's, which
-    would else take their place without a word; else a CheckpointError."""
-    for before, group in zip(then, now, strict=True):
-        for key, name in _OF_OPTIMIZER.items():
-            there, here = ([*x] if isinstance(x, tuple | list) else x for x in (before.get(key), group.get(key)))
-            if key in before and key in group and there != here:
-                raise other_setting(checkpoint, name, there, here)
-
-
-def other_setting(checkpoint: Path, name: str, then: Any, now: Any) -> CheckpointError:
-    """The error of a setting that a run cannot change on its way."""
-    wrong = f"{checkpoint} is of a run with a {name} of {then}, and here it is {now}: it cannot change within a run."
-    return CheckpointError(wrong, remedy="Set the old value again, or begin a new run.")
+def check_same_settings(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn where a run goes on with others than `then`, of those of `settings_of`; a CheckpointError if it cannot."""
+    others = {name: (then[name], new) for name, new in now.items() if then.get(name, new) != new}
+    if name := next((name for name in _FIXED if name in others), None):
+        before, new = others[name]
+        wrong = f"{checkpoint} is of a run with {name} {before}, and here it is {new}: it cannot change within a run."
+        raise CheckpointError(wrong, remedy="Set the old value again, or begin a new run.")
+    if others:
+        told = ", ".join(f"{name} {before} → {new}" for name, (before, new) in others.items())
+        wrong = f"{checkpoint} was written with other settings ({told}): the figures before and after are of two "
+        warnings.warn(f"{wrong}recipes.", stacklevel=3)

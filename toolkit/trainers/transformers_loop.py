@@ -38,7 +38,7 @@ class TransformersLoop(ResumableTrainer):
             over = length <= state.global_step
             if over or stopped:  # transformers would train a step more
                 with processes.agreed(), of_this_version(checkpoint):
-                    self.check_run(checkpoint, self._restoring)
+                    self.check_checkpoint(checkpoint, self._restoring)
                 if over:  # the checkpoint's run may have been longer
                     state.max_steps = length
                 before, self.state = self.state, state
@@ -80,7 +80,7 @@ class TransformersLoop(ResumableTrainer):
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
         self.state.compute_steps(self.args, self.state.max_steps)  # these may be others than the checkpoint's run had
-        with of_this_version(checkpoint):
+        with processes.agreed(), of_this_version(checkpoint):
             self.check_checkpoint(checkpoint, self._restoring)
         self.restore_optimizer(checkpoint, self._restoring)
 
