@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,17 @@ class BestOfSaved(GuardedSteps):
     _best_put: tuple[Any, int, int] = (None, 0, 0)  # in which state the best weights came back, its step, and theirs
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """As of every trainer; and what decides is noted, for when this step is saved.
-
-        Raises: ConfigError: it is not measured.
-        """
-        key = self._best_by
-        if key is not None and key not in metrics:
-            wrong = f"{key.removeprefix('eval_')!r} is nothing that is measured here."
-            known = ", ".join(sorted(name.removeprefix("eval_") for name in metrics))
-            raise ConfigError(wrong, field="metric_for_best_model", remedy=f"Name one of {known}.")
+        """As of every trainer; and what decides is noted, for when this step is saved."""
+        self.check_best_by(metrics)
         self._note_metric(metrics)
         return super().is_best(metrics)
+
+    def check_best_by(self, measured: Collection[str]) -> None:
+        """Raises ConfigError: what is to decide which checkpoint is the best is none of these metrics."""
+        if (key := self._best_by) is not None and key not in measured:
+            wrong = f"{key.removeprefix('eval_')!r} is nothing that is measured here."
+            known = ", ".join(sorted(name.removeprefix("eval_") for name in measured))
+            raise ConfigError(wrong, field="metric_for_best_model", remedy=f"Name one of {known}.")
 
     @property
     def step_of_weights(self) -> int:
@@ -48,10 +48,10 @@ class BestOfSaved(GuardedSteps):
         return best if state is self.state and at == now else now
 
     def load_best(self) -> None:
-        """As of every trainer; and whose weights these are is known from then on."""
-        super().load_best()
-        best = checkpoints.step_of(Path(self.state.best_model_checkpoint))
-        self._best_put = self.state, self.state.global_step, best
+        """Put back the weights of the best checkpoint; whose they are is known from then on."""
+        best = Path(self.state.best_model_checkpoint)
+        self.load_saved(best)
+        self._best_put = self.state, self.state.global_step, checkpoints.step_of(best)
 
     def load_own(self) -> None:
         """Put back the weights of this step, from its checkpoint."""

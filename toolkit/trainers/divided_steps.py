@@ -210,29 +210,23 @@ class DividedSteps(TrainerHooks):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """As in `Trainer`, a loss alone in parts where memory runs out."""
-        if self._evaluated is None:  # of a plan, whose tensors have no numbers
-            return self._predicted(model, inputs, prediction_loss_only, ignore_keys)
-        weight = _weight(inputs, self.rows_of(inputs))
-        loss, *others = self._predicted(model, inputs, prediction_loss_only, ignore_keys)
-        self._evaluated.append((weight, {} if loss is None else {"loss": float(loss)}))
-        return loss, *others
-
-    def _predicted(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
-    ) -> tuple[Any, Any, Any]:
-        step = super().prediction_step
-        if not prediction_loss_only:
-            return step(model, inputs, prediction_loss_only, ignore_keys)
+        step, rows = super().prediction_step, self.rows_of(inputs)
 
         def compute(some: dict[str, Any], share: float) -> Tensor:
             return step(model, some, prediction_loss_only, ignore_keys)[0]
 
-        rows = list(range(self.rows_of(inputs)))
-        losses, weights, _ = self._in_parts(self.eval_batch, "eval", inputs, rows, compute)
-        if len(losses) == 1:
-            return losses[0], None, None
-        mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / max(sum(weights), 1.0)
-        return mean, None, None
+        loss: Any
+        others: Sequence[Any] = (None, None)
+        if prediction_loss_only:
+            losses, weights, _ = self._in_parts(self.eval_batch, "eval", inputs, list(range(rows)), compute)
+            loss = losses[0]
+            if len(losses) > 1:
+                loss = sum(weight * one for weight, one in zip(weights, losses, strict=True)) / max(sum(weights), 1.0)
+        else:
+            loss, *others = step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._evaluated is not None:  # else of a plan, whose tensors have no numbers
+            self._evaluated.append((_weight(inputs, rows), {} if loss is None else {"loss": float(loss)}))
+        return loss, *others
 
     def evaluation_loop(
         self,

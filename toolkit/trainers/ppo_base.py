@@ -60,13 +60,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         eval_dataset = None if eval_dataset is None else eval_dataset.with_format(None)
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
         self_checks.check_settings(args, roles, eval_dataset)
-        for prompts in (train_dataset, eval_dataset):
-            if args.max_length is not None and prompts is not None:
-                check_room(map(len, values_of(prompts, "input_ids")), args.max_length, args.min_response_length)
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, reward=reward, **named)
         for prompts in (train_dataset, eval_dataset):  # found when one is drawn, it would end a run for good
             if prompts is not None and len(prompts):
-                self._check_positions(prompts)
+                self._check_room(prompts)
         self.saved_roles = roles.trained_roles
         if args.decoding["graphs"]:
             self_checks.check_device_records(roles.device)
@@ -98,9 +95,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     # ------------------------------------------------------------------ set-up and self-checks
 
-    def _check_positions(self, prompts: Dataset) -> None:
-        """The base knows all prompts, and has positions for responses to them."""
+    def _check_room(self, prompts: Dataset) -> None:
+        """The base knows all prompts, and there is room for responses to them."""
         sampler, fewest = self.rollouts.sampler(), self.args.min_response_length
+        check_room(map(len, values_of(prompts, "input_ids")), self.args.max_length, fewest)
         room = min(min(sampler.limits(some)) for some in parts_of(prompts, "input_ids"))
         if room < fewest:
             wrong = f"{fewest} is more than the {room} tokens that the base's positions leave after the longest prompt."
@@ -152,21 +150,15 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         if not self.args.rollout_do_sample:
             warnings.warn(GREEDY_ROLLOUTS.text(), stacklevel=2)
         with processes.agreed():  # an error of all is told once
-            self._check_best_by()
+            if self.metrics is None and "/" not in (self._best_by or ""):  # those, and parts of a sum, nobody knows
+                known = (*measured_with("score", *(["judge"] if self.judge else [])), "beyond_share")
+                self.check_best_by([f"eval_{name}" for name in known])
             self.create_optimizer()
             self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
             self_checks.check_in_optimizer(self.roles, self.optimizer)
             self.optimizer = self.accelerator.prepare(self.optimizer)
             self._check_rollouts()
         self._ready = True
-
-    def _check_best_by(self) -> None:
-        """What is to decide which checkpoint is the best is measured; what further metrics there are nobody knows."""
-        name = (self._best_by or "").removeprefix("eval_")
-        known = {*measured_with("score", *(["judge"] if self.judge else [])), "beyond_share"}
-        if name and name not in known and "/" not in name and self.metrics is None:
-            wrong = f"{name!r} is nothing that is measured here."
-            raise ConfigError(wrong, field="metric_for_best_model", remedy=f"Name one of {', '.join(sorted(known))}.")
 
     def _check_rollouts(self) -> None:
         prompt, pad = self.train_dataset[0]["input_ids"], self.processing_class.pad_token_id
