@@ -36,7 +36,7 @@ from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.rollouts import RoleRollouts
 from toolkit.trainers.same_run import check_frozen, frozen_digests
-from toolkit.trainers.self_checks import check_tokenizer, check_undivided
+from toolkit.trainers.self_checks import check_tokenizer
 from toolkit.trainers.trainer_internals import autocast
 from toolkit.trainers.transformers_loop import TransformersLoop
 
@@ -201,7 +201,6 @@ class SamplingTrainer(RoleTrainer):
         # changes the model: transformers' own.
         given = {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
         Trainer.__init__(self, roles, args, collator, train_dataset, eval_dataset, **given)
-        check_undivided(self.accelerator)
         in_place_of_progress(self, callbacks)
         for one in self.callback_handler.callbacks:
             # It finds its folder when training begins; told before, it would keep to the working directory.
@@ -258,11 +257,10 @@ class SamplingTrainer(RoleTrainer):
                     shown.enter_context(one.by_hand())
             shown.enter_context(phases.phase("evaluation", math.ceil(len(dataset) / at_once)))
             evaluation = self.evaluate_rollout(dataset)
+        named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
         if eval_dataset is None:
             self.last_evaluation = self.step_of_weights, evaluation
             self.evaluated(evaluation.metrics, evaluation.rollout.responses, evaluation.rollout.prompts)
-        named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
-        if eval_dataset is None:
             self._note_metric(named)
         self.log(dict(named))
         stoppers = [one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]

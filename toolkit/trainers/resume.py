@@ -30,7 +30,7 @@ from toolkit.trainers.same_run import (
     of_this_version,
     settings_of,
 )
-from toolkit.trainers.self_checks import check_batch, check_undivided
+from toolkit.trainers.self_checks import check_batch
 from toolkit.trainers.share import sum_like_gradients
 from toolkit.trainers.trainer_internals import forget_unscaled, take_rates_of_schedule
 
@@ -84,12 +84,10 @@ class ResumableTrainer(BestOfSaved):
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
             SelfCheckError: several processes do not begin with the same settings, base, data or versions.
-            ToolkitError: accelerate would divide what several processes divide by themselves.
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
         self.take_over()
-        with processes.agreed(), self.state_of_accelerate.here():  # an error of all is told once
-            check_undivided(self.accelerator)
+        with processes.agreed():  # an error of all is told once
             check_batch(self.args, len(self.train_dataset))
         self.check_alike()
         asked = resume_from_checkpoint
@@ -308,8 +306,7 @@ class ResumableTrainer(BestOfSaved):
         with of_this_version(checkpoint):
             self.load_own_state(state["own"])
             vars(self.skipped).update(state["skipped"])
-            self._metrics_at.clear()
-            self._metrics_at.update(state["metrics_at"])
+            self._metrics_at = state["metrics_at"]
             checkpoints.set_random_states(state["random"])
 
     # ------------------------------------------------------------------ courses

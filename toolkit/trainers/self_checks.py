@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from toolkit import processes
-from toolkit.errors import ConfigError, DataError, SelfCheckError, ToolkitError
+from toolkit.errors import ConfigError, DataError, SelfCheckError
 from toolkit.memory import memory
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, check_records, embeddings_needed, in_tf32
 from toolkit.trainers.ppo_config import PPOConfig
@@ -32,13 +31,6 @@ def check_dataset(dataset: Dataset, batch_size: int) -> None:
         wrong = f"{len(dataset)} prompts are fewer than one batch of {batch_size} "
         wrong += "(per_device_train_batch_size × gradient_accumulation_steps)."
         raise DataError(wrong, remedy="Add prompts or lower these.")
-
-
-def check_undivided(accelerator: Accelerator) -> None:
-    """Raises: ToolkitError: accelerate would divide rows among processes, too."""
-    if accelerator.num_processes > 1:
-        wrong = "the toolkit divides rows among processes by itself, and accelerate would divide them once more."
-        raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else.")
 
 
 def check_batch(args: TrainingArguments, rows: int) -> None:

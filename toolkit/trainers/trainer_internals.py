@@ -5,7 +5,7 @@ and `pyproject.toml` admits no version beyond those that have been run.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 
 from toolkit import processes
+from toolkit.errors import ToolkitError
 
 READ_FROM = {"transformers": "5.24.0", "trl": "1.16.0", "accelerate": "1.15.0"}
 
@@ -96,10 +97,6 @@ class TrainerHooks(Trainer):
         if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
             deactivate_neftune(self.model, handle, self.accelerator)
 
-    def load_best(self) -> None:
-        """Put back the weights of the best checkpoint."""
-        self.load_saved(Path(self.state.best_model_checkpoint))
-
     def is_best(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation is the best so far, which is noted; under the strategy "best" it is then saved."""
         return super()._determine_best_metric(metrics, None)
@@ -151,6 +148,9 @@ class TrainerHooks(Trainer):
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState(cpu=self.args.use_cpu)
         super().create_accelerator_and_postprocess()
+        if self.accelerator.num_processes > 1:
+            wrong = "the toolkit divides rows among processes by itself, and accelerate would divide them once more."
+            raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else.")
         self.state_of_accelerate = StateOfAccelerate()
 
     def is_world_process_zero(self) -> bool:
@@ -226,15 +226,8 @@ def trainers_kept() -> Iterator[None]:
 @contextmanager
 def states_kept() -> Iterator[None]:
     """Inside, training arguments may be made beside a trainer, whose state in accelerate comes back."""
-    states = [state._shared_state for state in (AcceleratorState, PartialState, GradientState)]
-    before = [dict(state) for state in states]
-    try:
+    with StateOfAccelerate().here() if AcceleratorState._shared_state else nullcontext():
         yield
-    finally:
-        if before[0]:
-            for state, values in zip(states, before, strict=True):
-                state.clear()
-                state.update(values)
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler | None) -> None:
