@@ -210,8 +210,9 @@ def test_tokenizer_files_come_from_the_hub_s_cache_or_their_lack_is_told(trained
 
 def test_an_export_s_readme_says_what_it_is_and_how_it_is_asked(trained, tmp_path):
     recipe = trained[1]
+    shutil.copytree(recipe.folder, tmp_path / "other")
     values = {**recipe.values, "data": {**recipe.values["data"], "system": BRIEF}}
-    briefly = replace(recipe, values=values)
+    briefly = replace(open_run("other", runs_dir=tmp_path), values=values)
     adapter, (merged, _) = export_adapter(briefly, tmp_path / "adapter"), export_merged(recipe, tmp_path / "merged")
     result = json.loads((recipe.stage_folder("ppo") / "result.json").read_text())
     for folder, library in ((adapter, "peft"), (merged, "transformers")):
@@ -219,6 +220,7 @@ def test_an_export_s_readme_says_what_it_is_and_how_it_is_asked(trained, tmp_pat
         assert card.data.library_name == library and card.data.base_model is None  # a folder, which is not published
         assert str(tmp_path) not in card.text and str(recipe.base_path) not in card.text
         assert f"| score | {result['before']['score']:.4f} | {result['after']['score']:.4f} |" in card.text
+    assert "run `other`, recipe `chat`, seed 0." in (adapter / "README.md").read_text()
     asked = [{"role": "user", "content": "Why does bread rise?"}]
     messages = [{"role": "system", "content": BRIEF}, *asked]
     text = recipe.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from transformers.utils import (
 
 from toolkit import processes
 from toolkit.checkpoints import CHECKPOINT, checkpoint_folders, checkpoints_in, problem_of, step_of
-from toolkit.errors import CheckpointError, RecipeError, within
+from toolkit.errors import CheckpointError, RecipeError, ToolkitError, within
 from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
@@ -81,8 +82,16 @@ def open_run(
         else:
             recipe, last = replace(recipe, checkpoint=checkpoint), "ppo"
             processes.by_main(lambda: _check_checkpoint(recipe))
+        recipe = replace(recipe, name=_recipe_of(recipe, last))
         check_outputs(folder, [*recipe.plan.stages[last].needs, *([last] if recipe.checkpoint is None else [])])
     return recipe
+
+
+def _recipe_of(recipe: Recipe, last: str) -> str:
+    """The name of the recipe that a run was made by; its own where its last stage has not finished."""
+    with suppress(ToolkitError):  # a checkpoint is whole without it
+        return str((read_result(recipe.stage_folder(last)) or {}).get("recipe", recipe.name))
+    return recipe.name
 
 
 def _check_finished(recipe: Recipe, last: str) -> None:
