@@ -218,6 +218,18 @@ def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
+def missing(folder: Path) -> list[Path]:
+    """The folder and those above it, from the inner to the outer, that are not there, and would be made with it."""
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Delete those of the folders that are there and empty, one after the other."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def prune(folder: Path) -> None:
     """Delete a folder if it is empty, and those in it that are."""
     for place, _, _ in os.walk(folder, topdown=False) if not folder.is_symlink() else ():

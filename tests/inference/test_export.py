@@ -367,14 +367,19 @@ def test_tokenizer_and_merge_are_of_the_revision_that_the_recipe_names(trained, 
     assert asked == [named, named]
 
 
-def test_an_export_that_fails_leaves_the_folder_empty(trained, tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_nothing(trained, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    recipe = trained[1]
-    for export, name in ((export_adapter, "adapter"), (export_merged, "merged")):
-        with monkeypatch.context() as patch, pytest.raises(ToolkitError, match="No space left on device"):
-            patch.setattr(type(recipe.tokenizer), "save_pretrained", full)
-            export(recipe, tmp_path / name)
-        assert not any((tmp_path / name).iterdir())
-        export(recipe, tmp_path / name)
+    recipe, there = trained[1], tmp_path / "there"
+    gone = replace(recipe, values={**recipe.values, "base": {**recipe.values["base"], "model": str(tmp_path / "gone")}})
+    there.mkdir()
+    for export in (export_adapter, export_merged):
+        for folder in (there, tmp_path / "new" / "inner"):
+            with monkeypatch.context() as patch, pytest.raises(ToolkitError, match="No space left on device"):
+                patch.setattr(type(recipe.tokenizer), "save_pretrained", full)
+                export(recipe, folder)
+            with pytest.raises(ModelError):
+                export(gone, folder)
+            assert list(tmp_path.iterdir()) == [there] and not any(there.iterdir())
+    assert any(export_adapter(recipe, there).iterdir())

@@ -159,6 +159,21 @@ def test_a_command_that_a_notebook_starts_while_it_has_a_trainer_is_no_stage_of_
         assert f"is in use: process {os.getpid()} is at work in it" in said
 
 
+def test_folders_that_were_made_for_nothing_go(tmp_path):
+    run = tmp_path / "own" / "runs" / "run"
+    with at_work(run), at_work(run):
+        assert run.is_dir()
+    assert not any(tmp_path.iterdir())
+    run.parent.mkdir(parents=True)
+    with at_work(run):
+        pass
+    assert run.parent.is_dir() and not run.exists()  # which was there before
+    run.parent.rmdir()
+    with at_work(run):
+        (run.parent / "other").mkdir()
+    assert [path.name for path in run.parent.iterdir()] == ["other"]
+
+
 def test_what_runs_an_earlier_stage_says_for_whom(tmp_path):
     """By the environment of a real one; whether it is let in, see above."""
     says = f"import os; open(r'{tmp_path}/said', 'w').write(os.environ['TOOLKIT_WORKS_FOR'])"

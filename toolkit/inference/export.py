@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from toolkit.disk import as_the_umask_says, copy_contents, read_object, write_whole, writing
+from toolkit.disk import as_the_umask_says, copy_contents, missing, read_object, remove_empty, write_whole, writing
 from toolkit.errors import DataError, ToolkitError
 from toolkit.inference.export_card import write_card
 from toolkit.inference.saved_run import policy_folder, trained_sampler, warn_of_another_base
@@ -31,29 +31,26 @@ from toolkit.spec.recipe import Recipe
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared, at most
 
 
-def _empty(output: Path) -> Path:
-    """A folder to export to, which can be written: a merged model would be lost after minutes."""
+@contextmanager
+def _filling(output: Path) -> Iterator[Path]:
+    """Inside, a new or empty folder is written, which can be: a merged model would be lost after minutes. Where that
+    fails, it is empty again, or gone with the folders above it that were made."""
     if output.is_dir() and any(output.iterdir()):
         raise ToolkitError(f"{output} is not empty.", remedy="Name a new folder.")
-    with writing(output):
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output) as file:
-            file.write(b" ")
-    return output
-
-
-@contextmanager
-def _filling(folder: Path) -> Iterator[None]:
-    """Inside, an empty folder is written; it is empty again where that fails."""
+    made = missing(output)
     try:
-        with writing(folder):
-            yield
+        with writing(output):
+            output.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=output) as file:
+                file.write(b" ")
+        yield output
     except BaseException:
-        for path in folder.iterdir():
+        for path in output.iterdir() if output.is_dir() else ():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+        remove_empty(made)
         raise
 
 
@@ -62,12 +59,13 @@ def export_adapter(recipe: Recipe, output: str | Path) -> Path:
 
     It names the base that the run has here, a folder by its whole path.
     """
-    folder, policy, base = _empty(Path(output)), policy_folder(recipe), Path(recipe.base_path).expanduser()
-    read_tensors(policy)
-    with _filling(folder):
-        copy_contents(policy, folder, leaving=Path.is_symlink)  # whose target nobody has asked to be given away
-        name_base(folder, str(base.resolve()) if base.is_dir() else recipe.base_path)
-        _write_beside(recipe, folder, merged=False)
+    policy, base = policy_folder(recipe), Path(recipe.base_path).expanduser()
+    with _filling(Path(output)) as folder:
+        read_tensors(policy)
+        with writing(folder):
+            copy_contents(policy, folder, leaving=Path.is_symlink)  # whose target nobody has asked to be given away
+            name_base(folder, str(base.resolve()) if base.is_dir() else recipe.base_path)
+            _write_beside(recipe, folder, merged=False)
     return folder
 
 
@@ -81,23 +79,18 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     Raises:
         AdapterError: merged, the adapter gives another model.
     """
-    folder, policy, dtype = _empty(Path(output)), policy_folder(recipe), resolved(recipe.base.dtype)
-    read_tensors(policy)
-    try:
-        probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
-        of = "tokens of held-out prompts"
-    except DataError:  # whose file need not be where a run is used
-        known = sorted(recipe.tokenizer.get_vocab().values())
-        probe = known[:: max(1, len(known) // _POSITIONS)][:_POSITIONS]
-        of = "tokens of the vocabulary, since the data cannot be read here,"
-    merged = None
-    with suppress(torch.OutOfMemoryError):  # a card that holds the base in 4 bits need not hold it whole
-        merged = _merged(recipe, policy, dtype, probe)
-    if merged is None:
-        merged = _merged(recipe, policy, dtype, probe, device=torch.device("cpu"))
-    with _filling(folder):
-        _save(merged.model, folder)
-        _write_beside(recipe, folder, merged=True)
+    policy, dtype = policy_folder(recipe), resolved(recipe.base.dtype)
+    with _filling(Path(output)) as folder:
+        read_tensors(policy)
+        probe, of = _probe(recipe)
+        merged = None
+        with suppress(torch.OutOfMemoryError):  # a card that holds the base in 4 bits need not hold it whole
+            merged = _merged(recipe, policy, dtype, probe)
+        if merged is None:
+            merged = _merged(recipe, policy, dtype, probe, device=torch.device("cpu"))
+        with writing(folder):
+            _save(merged.model, folder)
+            _write_beside(recipe, folder, merged=True)
     likeliest = merged.logits.argmax(-1).cpu()
     probe = probe[: likeliest.shape[1]]
     told = (
@@ -114,6 +107,17 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
             reason = str(error) if isinstance(error, ToolkitError) else "the GPU's memory does not suffice for it"
             told += f"; what the policy on the quantised base says is not known: {reason}"
     return folder, told
+
+
+def _probe(recipe: Recipe) -> tuple[list[int], str]:
+    """Tokens on which a merged checkpoint is compared, and what they are."""
+    try:
+        probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row]
+        return probe[:_POSITIONS], "tokens of held-out prompts"
+    except DataError:  # whose file need not be where a run is used
+        known = sorted(recipe.tokenizer.get_vocab().values())
+        probe = known[:: max(1, len(known) // _POSITIONS)]
+        return probe[:_POSITIONS], "tokens of the vocabulary, since the data cannot be read here,"
 
 
 def _agreement_on_quantised(recipe: Recipe, probe: list[int], likeliest: torch.Tensor) -> float:

@@ -14,13 +14,14 @@ from typing import Any
 
 import psutil
 
-from toolkit.disk import read_text, write_whole, writing
+from toolkit.disk import missing, read_text, remove_empty, write_whole, writing
 from toolkit.errors import RecipeError
 from toolkit.runs.owned import refuse_link
 
 LOCK_FILE = ".lock"
 _WORKS_FOR = "TOOLKIT_WORKS_FOR"  # in the environment of a stage's process: which process has started it
 _held: Counter[Path] = Counter()  # how often this process has acquired each run folder
+_made: dict[Path, list[Path]] = {}  # the folders that it made for each, from the inner to the outer
 
 
 @cache
@@ -120,6 +121,7 @@ def acquire(run: Path, doing: str = "") -> bool:
     """
     refuse_link(run)
     lock = run / LOCK_FILE
+    made = missing(run.resolve())
     with writing(run):
         while True:
             run.mkdir(parents=True, exist_ok=True)
@@ -150,6 +152,7 @@ def acquire(run: Path, doing: str = "") -> bool:
                     raise
                 break
     _held[run.resolve()] += 1
+    _made.setdefault(run.resolve(), made)
     return True
 
 
@@ -186,13 +189,16 @@ def _is_new(path: Path) -> bool:
 
 
 def release(run: Path) -> None:
-    """Give back what was acquired, the last time the lock itself; a folder that nothing was written to goes, too."""
+    """Give back what was acquired, the last time the lock itself; a folder that nothing was written to goes, too, with
+    those above it that were made for it."""
     _held[run.resolve()] -= 1
     if _held[run.resolve()] <= 0:
+        made = _made.pop(run.resolve(), [])
         with suppress(OSError):
             if _read(run / LOCK_FILE) == _us():
                 (run / LOCK_FILE).unlink()
                 run.rmdir()
+                remove_empty(made)
 
 
 @contextmanager
