@@ -470,10 +470,17 @@ def test_a_copied_adapter_names_the_copy_of_its_base(tmp_path):
 def test_what_cannot_be_taken_is_said(tmp_path, checkpoint):
     first = chat_recipe(tmp_path, checkpoint)
     second = chat_recipe(tmp_path, checkpoint, "reward.max_steps=9", name="second")
+    claim(replace(first, runs_dir=tmp_path / "others"), "reward")
     for source, stage_names, message in (
         ("nowhere", ["reward"], f'the run "nowhere" to take from is not in {tmp_path}'),
         ("second", ["reward"], 'the run "second" to take from is this run itself'),
         ("runs/chat", ["reward"], '^"runs/chat" is a path. Name the run: from_run="name", here "chat".$'),
+        (
+            str(tmp_path / "others" / "chat"),
+            ["reward"],
+            'is a path, and .* by its name.* Name the run, here "chat", with its folder: from_run="name", and '
+            f'runs_dir="folder", here {re.escape(str(tmp_path / "others"))}. The new run is written there, too.$',
+        ),
         ("chat", [], 'no stage comes before this one. Leave from_run="name" out'),
         ("chat", ["reward"], "nothing can be taken .*: reward is run anew: reward.max_steps is 2 there and 9 here"),
     ):

@@ -1,5 +1,6 @@
 """Stages of another run, copied where their settings agree."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +36,8 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
     """
     other = replace(recipe, run=source)
     if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
-        named = Path(source).name
-        if not is_run_name(source) and (recipe.runs_dir / named / RECIPE_FILE).is_file():
-            raise RecipeError(f'"{source}" is a path.', remedy=f'Name the run: $from_run, here "{named}".')
+        if not is_run_name(source):
+            _refuse_path(recipe, source)
         why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
         raise RecipeError(f'the run "{source}" to take from {why}.', remedy="Name another run: $from_run.")
     if not needs:
@@ -62,6 +62,18 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         wrong = f'nothing can be taken from the run "{source}": {" ".join(said)}'
         raise RecipeError(wrong, remedy="Leave $from_run out.")
     return said
+
+
+def _refuse_path(recipe: Recipe, source: str) -> None:
+    """Raises a RecipeError where a run is named by its path, or its name is that of one here."""
+    path = Path(os.path.expanduser(source))
+    named, elsewhere = path.name, path.resolve().parent != recipe.runs_dir.resolve()
+    if elsewhere and (path / RECIPE_FILE).is_file():
+        wrong = f'"{source}" is a path, and a run is taken from by its name, in the same folder of runs as the new one.'
+        remedy = f'Name the run, here "{named}", with its folder: $from_run, and $runs_dir, here {path.parent}.'
+        raise RecipeError(wrong, remedy=f"{remedy} The new run is written there, too.")
+    if (recipe.runs_dir / named / RECIPE_FILE).is_file():
+        raise RecipeError(f'"{source}" is a path.', remedy=f'Name the run: $from_run, here "{named}".')
 
 
 def _taken_from(recipe: Recipe, other: Recipe, stage: str) -> bool:
