@@ -89,7 +89,7 @@ class Recipe(WhatItSays):
             resume: keep the checkpoints of an earlier try in the run folder, for
                 `trainer.train(resume_from_checkpoint=True)`.
             overwrite: replace them; they stay in the run folder until the new model is saved.
-            from_run: name of another run, to take finished stages from where their settings agree.
+            from_run: name of another run, to take finished stages from where their settings and data agree.
 
         Raises:
             RewardError: a reward or judge cannot be called with a rollout.

@@ -4,7 +4,9 @@ import csv
 import errno
 import gzip
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +20,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from toolkit.data import read_rows, sources
 from toolkit.data.messages import messages_of_row
-from toolkit.data.sources import check_part_settings, has_splits, is_hub_id
+from toolkit.data.sources import check_part_settings, has_splits, is_hub_id, source_digest
 from toolkit.errors import DataError
 
 
@@ -113,6 +115,34 @@ def test_folders_of_save_to_disk(tmp_path):
     DatasetDict(train=train, validation=validation).save_to_disk(other)
     assert read(other, split="validation") == [(f"{other}/validation, row 1", {"a": 3})]
     assert has_splits(str(both)) and not has_splits(str(single))
+
+
+def test_a_digest_is_that_of_what_a_source_holds(tmp_path):
+    file, saved = tmp_path / "rows.jsonl", tmp_path / "saved"
+
+    def digests():
+        return source_digest(str(file)), source_digest(str(saved))
+
+    def save(*numbers):
+        shutil.rmtree(saved, ignore_errors=True)
+        DatasetDict(train=Dataset.from_dict({"a": numbers})).save_to_disk(saved)
+
+    assert digests() == (None, None) and source_digest("nobody/pairs") is None
+    if hasattr(os, "mkfifo"):  # which would be waited for without end
+        os.mkfifo(tmp_path / "pipe.jsonl")
+        assert source_digest(str(tmp_path / "pipe.jsonl")) is source_digest(str(tmp_path)) is None
+    file.write_text('{"a": 1}')
+    save(1, 2)
+    before = digests()
+    assert all(before) and source_digest(str(shutil.copy(file, tmp_path / "copy.jsonl"))) == before[0]
+    (saved / "train" / "cache-1a2b.arrow").write_text("what map has made of them")
+    (saved / ".cache").mkdir()
+    (saved / ".cache" / "rows.jsonl").write_text("of the hub")
+    file.touch()
+    assert digests() == before
+    file.write_text('{"a": 2}')
+    save(1, 3)
+    assert all(now not in (None, then) for now, then in zip(digests(), before, strict=True))
 
 
 def test_values_of_several_types_come_as_they_were_given(tmp_path):

@@ -64,9 +64,12 @@ def test_a_collection_has_the_rows_of_the_prompts_that_it_answers(tmp_path, chec
     sources = {"train": str(tmp_path / "train.jsonl"), "validation": str(tmp_path / "held_out.jsonl")}
     of_q = {"collect": {"max_prompts": 3}, "q": {"max_steps": 1}, "ppo": None, "adapters": {"q": {"r": 4}}}
     recipe = chat_recipe(tmp_path, checkpoint, **{**BY_RULE, **of_q}, data={"task": "preferences", **sources})
+    responses = recipe.stage_folder("collect") / "responses.jsonl"
     for stage, held_out in (("collect", []), ("q", [2, 3])):
         recipe.stage_folder(stage).mkdir(parents=True)
-        rows_read(recipe, stage)
+        read = rows_read(recipe, stage)
+        assert set(read["sources"]) == {*sources.values(), *([str(responses)] if stage == "q" else [])}
+        responses.write_text("collected")
         lines = [json.loads(line) for line in (recipe.stage_folder(stage) / "rows.jsonl").read_text().splitlines()]
         lines = [(row["split"], int(row["place"].rpartition(" ")[2])) for row in lines]
         assert lines == [("train", n) for n in (2, 4, 6)] + [("validation", n) for n in held_out]

@@ -23,6 +23,7 @@ from toolkit.runs.folder import check_outputs, claim, conflict, finished, settle
 from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.longer import result_comes_back
 from toolkit.runs.owned import begin
+from toolkit.runs.result import rows_read
 from toolkit.runs.take_over import take_over
 from toolkit.spec.plan import STAGES
 
@@ -465,6 +466,45 @@ def test_a_copied_adapter_names_the_copy_of_its_base(tmp_path):
     take_over(second, "doubling", ["sft", "reward"])
     copied = json.loads((second.stage_folder("reward") / "reward" / "adapter_config.json").read_text())
     assert copied == {"base_model_name_or_path": str(tmp_path / "second" / "sft" / "model"), "r": 4}
+
+
+def test_a_stage_whose_data_have_changed_is_told_of_and_not_taken(tmp_path, checkpoint, monkeypatch, capsys):
+    pairs = Path(shutil.copy(PAIRS, tmp_path / "mine.jsonl"))
+
+    def made(*overrides, **named):
+        return chat_recipe(tmp_path, checkpoint, *overrides, reward_data={**PAIRS_DATA, "train": str(pairs)}, **named)
+
+    def said_by(start):
+        start()
+        return " ".join(capsys.readouterr().out.split())
+
+    def begins(*_, **__):
+        raise RecipeError("it would begin here")
+
+    first, second, third = made(), made("ppo.kl_coef=0.3", name="second"), made("ppo.kl_coef=0.4", name="third")
+    finish(first, "reward", "ppo")
+    result = json.dumps({"stage": "reward", **rows_read(first, "reward")})
+    (first.stage_folder("reward") / "result.json").write_text(result)
+    assert take_over(second, "chat", ["reward"]) == [f"reward is taken from {first.stage_folder('reward')}."]
+    assert "changed" not in said_by(lambda: stages.run(first, "ppo"))
+    pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[1:]))
+    told = f"{pairs} has changed since reward of this run was run. Repeat reward with "
+    for stage in ("reward", "ppo"):
+        said = said_by(lambda stage=stage: stages.run(first, stage))
+        assert f"{stage} of this run is finished" in said and said.count("has changed") == 1
+        assert said.endswith(f"{told}--overwrite (make: OVERWRITE=1).")
+    assert said_by(lambda: first.run_stage("reward")).endswith(f"{told}overwrite=True.")
+    assert [note.text() for note in recipes.check(second).notes] == [f"{told}overwrite=True."]
+    with pytest.raises(
+        RecipeError, match=re.escape(f"reward is run anew: {pairs} has changed since {first.folder} ran it.")
+    ):
+        take_over(third, "chat", ["reward"])
+    with monkeypatch.context() as patch, pytest.raises(RecipeError, match="it would begin here"):
+        patch.setattr(stages, "claim", begins)
+        stages.run(second, "ppo")
+    assert told in " ".join(capsys.readouterr().out.split())
+    pairs.unlink()  # of which nothing is known then
+    assert "changed" not in said_by(lambda: stages.run(first, "reward"))
 
 
 def test_what_cannot_be_taken_is_said(tmp_path, checkpoint):

@@ -1,6 +1,6 @@
 """What all tasks that read their rows from sources have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import phases
 from toolkit.data.encoder import PROMPT_COLUMNS, OnLong, PromptEncoder
-from toolkit.data.files import listed, shown, without_added
+from toolkit.data.files import Row, listed, shown, without_added
 from toolkit.data.messages import Messages, read_prompt
 from toolkit.data.rows import (
     Split,
@@ -24,7 +24,7 @@ from toolkit.data.rows import (
     usable_rows,
     with_first,
 )
-from toolkit.data.sources import Source, check_part_settings, has_splits, names_of, read_rows
+from toolkit.data.sources import Source, check_part_settings, has_splits, names_of, read_rows, source_digest
 from toolkit.data.task import Task
 from toolkit.errors import DataError
 
@@ -111,9 +111,22 @@ class SourceTask(Task):
         own_split = self.split if split == "train" else vars(self).get("validation_split")
         settings: dict[str, Any] = {"subset": self.subset, "name": self.name, "own_split": own_split}
         named_by = split if getattr(self, split, None) is not None else "train"
-        sources = (with_first(read_rows(one, field=named_by, split=split, **settings)) for one in names)
+        sources = (
+            with_first(self._noted(one, read_rows(one, field=named_by, split=split, **settings))) for one in names
+        )
         rows, source = chain.from_iterable(sources), listed(names)
         return usable_rows(rows, self._encode, self._packed_as, split=split, source=source, limit=limit)
+
+    @cached_property
+    def read_from(self) -> dict[str, str]:
+        return {}
+
+    def _noted(self, source: str, rows: Iterator[Row]) -> Iterator[Row]:
+        """The rows of a source, whose digest is kept once one could be read: a wrong folder may hold anything."""
+        for number, row in enumerate(rows):
+            if number == 0 and source not in self.read_from and (digest := source_digest(source)) is not None:
+                self.read_from[source] = digest
+            yield row
 
     @cached_property
     def _splits(self) -> Mapping[str, Split]:

@@ -3,6 +3,7 @@
 Nothing is unpickled and no code of a data set is run.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -108,6 +109,31 @@ def _check_regular(path: Path) -> None:
     mode = _mode(path)
     if mode is not None and not S_ISREG(mode) and not S_ISDIR(mode):
         raise DataError(f"{path}: neither a file nor a folder, but a pipe or a device.", remedy="Save it as a file.")
+
+
+def source_digest(source: str) -> str | None:
+    """SHA-256 of a source's file, or of the files with rows in its folder, as they are: nothing is decoded.
+
+    None of a hub id, and of what cannot be read.
+    """
+    path, sha256 = _path(source), hashlib.sha256()
+    try:
+        files = [path] if path.is_file() else sorted(_with_rows_below(path))
+        for file in files:
+            sha256.update(os.fsencode(os.path.relpath(file, path)))
+            with file.open("rb") as content:
+                sha256.update(hashlib.file_digest(content, "sha256").digest())
+    except (OSError, ValueError):
+        return None
+    return sha256.hexdigest() if files else None
+
+
+def _with_rows_below(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        # Beside rows that were saved datasets keeps what others have computed of them.
+        arrow = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
+        yield from (path for name in [*_files_in(names), *arrow] if (path := Path(place, name)).is_file())
 
 
 def names_of(source: Source | None) -> list[str]:

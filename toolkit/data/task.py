@@ -122,6 +122,11 @@ class Task:
         return {}
 
     @property
+    def read_from(self) -> dict[str, str]:
+        """By source of what has been read its SHA-256 then; a hub id has none."""
+        return {}
+
+    @property
     def _splits(self) -> Mapping[str, Split]:
         """The rows that are read from sources, by split."""
         return {}

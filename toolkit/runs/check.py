@@ -14,7 +14,7 @@ from toolkit.runs.build import HELD_OUT, OF_TRAINING, about_slow, scored_prompts
 from toolkit.runs.check_data import DataCheck
 from toolkit.runs.check_report import Findings, Report
 from toolkit.runs.check_roles import RolesCheck
-from toolkit.runs.folder import conflict
+from toolkit.runs.folder import conflict, data_changed
 from toolkit.spec.plan import STAGES, adapter_roles, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import STAGE_CLASSES
@@ -27,6 +27,7 @@ def check(recipe: Recipe) -> Report:
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
     """
     report = check_stages(recipe, STAGES)
+    report = replace(report, notes=(*report.notes, *data_changed(recipe, recipe.plan.stages)))
     if recipe.plan.stages:
         return report
     remedy = f"Add a section: ppo: {{}} for its defaults, or another of {', '.join(STAGES)}."

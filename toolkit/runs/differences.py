@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 import yaml
 
 from toolkit.checkpoints import checkpoint_folders, step_of
+from toolkit.data import source_digest
 from toolkit.disk import read_text
+from toolkit.reports import read_result
 from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.spec.load import check_yaml
@@ -38,6 +40,7 @@ _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _NAME_DATA = {f"{section}.{key}" for section in DATA_SECTIONS for key in ("train", "validation")}
 _TOLD = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
+SOURCES = "sources"  # key of a result: the SHA-256 of each file or folder of data that the stage read
 ABSENT = object()  # the value of a key that a recipe does not have
 Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
 
@@ -81,6 +84,20 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
     filled = {key for key, pair in pairs.items() if {} in pair and any(one.startswith(f"{key}.") for one in below)}
     same = {key for key in pairs.keys() & _NAME_DATA if len({*map(str, map(as_shipped, pairs[key]))}) == 1}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in filled | same}
+
+
+def changed_data(folder: Path) -> str:
+    """Which data are not as the finished stage in a folder read them, as a sentence begins: "pairs.jsonl has changed".
+
+    "" where none is known to be: nothing is known of the hub's data, of what cannot be read here, and of a stage whose
+    result keeps no digests.
+    """
+    kept = (read_result(folder) or {}).get(SOURCES)
+    then = kept if isinstance(kept, dict) else {}
+    now = {source: source_digest(source) for source in then}
+    changed = [source for source, digest in now.items() if digest not in (None, then[source])]
+    named = [*changed[:_TOLD], *([f"{len(changed) - _TOLD} more"] if len(changed) > _TOLD else [])]
+    return f"{' and '.join(named)} {'has' if len(changed) == 1 else 'have'} changed" if changed else ""
 
 
 def may_change(recipe: Recipe, stage: str, folder: Path) -> set[str]:

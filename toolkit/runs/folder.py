@@ -18,7 +18,7 @@ from toolkit.errors import Problem, RecipeError, ToolkitError
 from toolkit.reports import REPORT_FILE, read_result, write_result
 from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
-from toolkit.runs.differences import Changes, changes, described, may_change, recorded
+from toolkit.runs.differences import Changes, changed_data, changes, described, may_change, recorded
 from toolkit.runs.lock import owner_of
 from toolkit.runs.longer import drop_evaluation, finished_before, stages_as_they_were
 from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
@@ -78,6 +78,17 @@ def no_such_run(name: str, runs_dir: Path) -> str:
 def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
     """The result of a stage that the run folder has finished under settings that are this recipe's too, else None."""
     return None if changes(recipe, stage, recipe.folder) else read_result(recipe.stage_folder(stage))
+
+
+def data_changed(recipe: Recipe, stages: Iterable[str]) -> list[Problem]:
+    """For each of the stages that is finished and whose data have changed since: that they have, and the way on."""
+    done = (stage for stage in stages if finished(recipe, stage) is not None)
+    found = ((stage, changed_data(recipe.stage_folder(stage))) for stage in done)
+    return [
+        Problem(f"{changed} since {stage} of this run was run.", remedy=f"Repeat {stage} with $overwrite.")
+        for stage, changed in found
+        if changed
+    ]
 
 
 @dataclass(frozen=True)

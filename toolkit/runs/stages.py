@@ -13,7 +13,7 @@ import torch
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
 from toolkit.disk import RESULT_FILE
-from toolkit.errors import CheckpointError, ConfigError, RecipeError, ToolkitError
+from toolkit.errors import IN_PYTHON, CheckpointError, ConfigError, RecipeError, ToolkitError
 from toolkit.reports import Progress, read_json
 from toolkit.rewards import code_digests
 from toolkit.runs import aside, writers
@@ -22,6 +22,7 @@ from toolkit.runs.check import check_stages
 from toolkit.runs.folder import (
     check_outputs,
     claim,
+    data_changed,
     finished,
     no_such_run,
     restore,
@@ -48,17 +49,20 @@ def _run_prerequisites(
     *,
     from_run: str | None,
     handed_over: Collection[str],
+    in_python: bool,
     **way: bool,
 ) -> None:
     """Take from another run, or run, what a stage needs and the run does not have.
 
-    `handed_over` is that of `check_stages`, and the `way` on, to overwrite or to resume, that of `claim`.
+    `handed_over` is that of `check_stages`, and the `way` on, to overwrite or to resume, that of `claim`; `in_python`
+    says how options are named.
     """
     needs = recipe.plan.needs(stage)
     if from_run is not None:
         for sentence in processes.by_main(lambda: take_over(recipe, from_run, needs, wanted=stage, **way)):
             say(sentence)
     missing = processes.by_main(lambda: [earlier for earlier in needs if finished(recipe, earlier) is None])
+    _tell_of_changed_data(recipe, needs, in_python=in_python)
     if missing:
         # A mistake of the last stage's is found before the first one has run for an hour.
         with Progress(f"{recipe.run} {stage}", quiet=not processes.is_main()), phases.phase("check"):
@@ -72,6 +76,16 @@ def _run_prerequisites(
             processes.by_main(partial(claim, recipe, earlier, wanted=stage, **way))
             with processes.agreed():
                 run_stage(command + (["--resume"] if way.get("resume") else []), earlier, stage)
+
+
+_BY_COMMAND = {"overwrite": "--overwrite (make: OVERWRITE=1)"}
+
+
+def _tell_of_changed_data(recipe: Recipe, stages: Collection[str], *, in_python: bool) -> None:
+    """Say which of the stages are finished, and were run on data that have changed since."""
+    options = IN_PYTHON if in_python else _BY_COMMAND
+    for sentence in processes.by_main(lambda: [problem.text(options) for problem in data_changed(recipe, stages)]):
+        say(sentence)
 
 
 @contextmanager
@@ -174,7 +188,8 @@ def prepared(
         processes.by_main(lambda: _check_way(recipe, stage, resume=False))
         with processes.agreed():
             recipe, given = _given(recipe, given, callbacks)
-        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(given), **way)
+        handed_over = _by_section(given)
+        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, in_python=True, **way)
         with _result_comes_back(recipe, stage, trains=False, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
             for sentence in about_stage(recipe, stage):
@@ -210,7 +225,7 @@ def run(
             They are kept until the new one has finished.
         resume: go on from the newest whole checkpoint of each unfinished stage; from the beginning where none is.
         from_run: name of another run in the same folder of runs. Its finished stages are taken where this one lacks
-            them and the settings that they read agree.
+            them, the settings that they read agree, and their data have not changed.
         callbacks: of transformers, beside those that show and record the run.
         given: as of `prepared`.
 
@@ -230,9 +245,11 @@ def run(
             if changed := processes.by_main(lambda: _changed(recipe, stage, others)):
                 finished_in += f" Its figures are those of another {changed}, with which it was run."
             say(f"{finished_in} {repeats}")
+            _tell_of_changed_data(recipe, [*recipe.plan.needs(stage), stage], in_python=given is not None)
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
-        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=_by_section(others), **way)
+        handed_over, in_python = _by_section(others), given is not None
+        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, in_python=in_python, **way)
         with _result_comes_back(recipe, stage, **way):
             processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
             writers.take_from_earlier(recipe.stage_folder(stage))

@@ -13,7 +13,7 @@ from toolkit.errors import RecipeError
 from toolkit.models import base_named, name_base
 from toolkit.reports import read_result
 from toolkit.runs import aside
-from toolkit.runs.differences import changes, described
+from toolkit.runs.differences import changed_data, changes, described
 from toolkit.runs.folder import check_outputs, check_whole, claim, finish, finished, listed, work_of
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.spec.load import is_run_name
@@ -21,7 +21,8 @@ from toolkit.spec.recipe import Recipe
 
 
 def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | None = None, **way: bool) -> list[str]:
-    """Copy finished stages of another run whose settings, as far as the stages read them, are this recipe's too.
+    """Copy finished stages of another run whose settings, as far as the stages read them, are this recipe's too, and
+    whose data have not changed since.
 
     Checkpoints stay where they are. A stage that this run has finished, or with `resume` begun, is left alone, and one
     that stands on a stage which is not finished here is not taken. `source` is the other run's name, in the same folder
@@ -87,6 +88,8 @@ def _not_taken(recipe: Recipe, other: Recipe, stage: str) -> str | None:
         return f"{described(differing)} ({other.folder} and {recipe.folder})"
     if read_result(other.stage_folder(stage)) is None:
         return f"{other.folder} has not finished it"
+    if changed := changed_data(other.stage_folder(stage)):
+        return f"{changed} since {other.folder} ran it"
     missing = [earlier for earlier in recipe.plan.needs(stage) if finished(recipe, earlier) is None]
     return f"{listed(missing)}, which it needs, is not finished here" if missing else None
 
