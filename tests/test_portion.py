@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.portion import Portion, by_tokens
+from toolkit.portion import Portion, at_one_row, by_tokens
 
 
 def width(lengths, part, packed):
@@ -65,8 +65,9 @@ def test_rows_are_halved_whatever_of_a_card_s_memory_runs_out(error):
     limit = 2
     assert Portion("rows", 8)(attempt, most=8) == 2 and tried == [8, 4, 2]
     limit = 0
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError) as ended:
         Portion("rows", 2)(attempt, most=8)
+    assert at_one_row(ended.value) and not at_one_row(error)
     error = RuntimeError("another one")
     with pytest.raises(RuntimeError, match="another one"):
         Portion("rows", 2)(attempt, most=8)

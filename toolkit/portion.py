@@ -46,12 +46,19 @@ def by_tokens(lengths: Sequence[int], rows: Sequence[int], size: int, *, packed:
 _OF_THE_CARD = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # what a kernel or a library takes itself
 
 
-def _ran_out(error: RuntimeError) -> bool:
-    """Whether it is memory of PyTorch's that ran out; or the card's own, which several processes tell each other by
-    another name, and end."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return processes.count() == 1 and any(said in str(error) for said in _OF_THE_CARD)
+def ran_out(error: RuntimeError) -> bool:
+    """Whether it is memory that ran out: PyTorch's, or what else a card has."""
+    return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in _OF_THE_CARD)
+
+
+def _can_halve(error: RuntimeError) -> bool:
+    """Of the card's own memory several processes tell each other by another name, and end."""
+    return isinstance(error, torch.OutOfMemoryError) or (processes.count() == 1 and ran_out(error))
+
+
+def at_one_row(error: BaseException) -> bool:
+    """Whether memory ran out where a `Portion` was down to one row."""
+    return getattr(error, "of_one_row", False)
 
 
 class Portion:
@@ -81,7 +88,7 @@ class Portion:
         An attempt begins anew each time, in all of several processes, if it ran out in one of them.
 
         Raises:
-            torch.OutOfMemoryError: one row at a time is too many.
+            torch.OutOfMemoryError: one row at a time is too many, which `at_one_row` tells from another.
         """
         while True:
             size = max(1, min(self.rows, most))
@@ -91,10 +98,12 @@ class Portion:
                 if size == 1 or error.of != torch.OutOfMemoryError.__name__:
                     raise
             except RuntimeError as error:
-                if not _ran_out(error):
+                if not _can_halve(error):
                     raise
                 if size == 1:
-                    raise torch.OutOfMemoryError(str(error)) from error
+                    ended = torch.OutOfMemoryError(str(error))
+                    ended.of_one_row = True  # type: ignore[attr-defined]
+                    raise ended from error
             # Out of the handler: its traceback holds the tensors.
             self.lower(size // 2)
             if torch.cuda.is_available():

@@ -447,12 +447,13 @@ def test_memory_that_runs_out_where_responses_are_collected(tmp_path, checkpoint
     monkeypatch.setattr(collect.build, "placed_roles", runs_out)
     with pytest.raises(ToolkitError, match=r"^base: the weights of the models do not fit"):
         stages.run(recipe, "collect")
-    for stage, said in (
-        ("collect", "with one row at a time. Shorten collect.response_length or the prompts"),
-        ("q", "Set q.gradient_checkpointing=true, or halve q.q_chunk_size, and run it again"),
-        ("q", "A run that begins anew can have shorter rows (collect.response_length)."),
+    for stage, one_row, said in (
+        ("collect", True, "with one row at a time. Shorten collect.response_length or the prompts"),
+        ("collect", False, "GPU memory. Lower collect.batch_size, or shorten collect.response_length or the prompts"),
+        ("q", True, "Set q.gradient_checkpointing=true, or halve q.q_chunk_size, and run it again"),
+        ("q", True, "A run that begins anew can have shorter rows (collect.response_length)."),
     ):
-        assert said in str(out_of_memory(recipe, stage))
+        assert said in str(out_of_memory(recipe, stage, one_row=one_row))
 
 
 def test_the_seed_of_the_recipe_draws_the_adapter(tmp_path, checkpoint):

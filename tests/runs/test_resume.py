@@ -17,7 +17,7 @@ from tests.tiny_models import needs_trl_loop
 from tests.tiny_runs import PAIRS, begun, chat_recipe, cut_short, ended, finished
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders, read_state
-from toolkit.errors import CheckpointError, RecipeError, RewardError, RunInterrupted, ToolkitError
+from toolkit.errors import CheckpointError, RecipeError, RewardError, RunInterrupted, SelfCheckError, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.reports import read_jsonl
 from toolkit.runs import aside, stages
@@ -25,7 +25,7 @@ from toolkit.runs.folder import settle
 from toolkit.runs.listing import state_of
 from toolkit.runs.lock import acquire, owner_of
 from toolkit.runs.longer import result_comes_back
-from toolkit.runs.memory import out_of_memory
+from toolkit.runs.memory import card_holds, out_of_memory
 from toolkit.runs.owned import BEFORE_FILE, begin
 from toolkit.sampling import Evaluator
 from toolkit.trainers import ppo_base
@@ -517,14 +517,15 @@ def test_memory_that_runs_out_says_what_to_change(tmp_path, checkpoint, monkeypa
                 tmp_path, checkpoint, base={"model": str(checkpoint)}, reward=None, scorer=RULE, name="w"
             )
             stages.run(whole, "ppo")
-    told = str(out_of_memory(chat(tmp_path, checkpoint, gradient_checkpointing=False, generation="merged"), "ppo"))
+    merged = chat(tmp_path, checkpoint, gradient_checkpointing=False, generation="merged")
+    told = str(out_of_memory(merged, "ppo", one_row=True))
     assert "Set ppo.gradient_checkpointing=true, or halve ppo.logprob_chunk_size, and run it again" in told
     assert "can have ppo.generation=eager or shorter rows (ppo.response_length, data.max_prompt_length)" in told
     by_trl = chat(tmp_path, checkpoint, loop="trl", gradient_checkpointing=False, name="trl") if HAS_PPO else None
-    told = str(out_of_memory(by_trl, "ppo")) if by_trl else ""
+    told = str(out_of_memory(by_trl, "ppo", one_row=False)) if by_trl else ""
     assert "gradient_checkpointing" not in told and "toolkit plan" not in told
     of_reward = chat(tmp_path, checkpoint, reward={**REWARD, "gradient_checkpointing": False}, name="reward")
-    told = str(out_of_memory(of_reward, "reward"))
+    told = str(out_of_memory(of_reward, "reward", one_row=True))
     assert "Set reward.gradient_checkpointing=true, and run it again" in told
     assert "rows (data.max_prompt_length, data.max_response_length); toolkit plan says" in told
     cut_short(recipe, "ppo", at=1)
@@ -535,6 +536,37 @@ def test_memory_that_runs_out_says_what_to_change(tmp_path, checkpoint, monkeypa
     smaller = chat(tmp_path, checkpoint, per_device_train_batch_size=1, gradient_accumulation_steps=2,
                    gradient_checkpointing=True)  # fmt: skip
     assert stages.run(smaller, "ppo", resume=True)["resumed_at"] == [1]
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    # As torch raises them where a card's own memory runs out, of rows that nothing has halved.
+    (torch.OutOfMemoryError("CUDA out of memory."), r"^ppo ran out of GPU memory\. Halve ppo.per_device_train_batch_siz"
+     r"e, with ppo.gradient_accumulation_steps doubled, or halve ppo.logprob_chunk_size, and "),
+    (torch.AcceleratorError("CUDA error: out of memory\nSearch for"), r"^ppo ran out of GPU memory\. Halve .*, and "),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), r"^ppo ran out of GPU memory\. .*, and "),
+    (torch.AcceleratorError("CUDA error: unspecified launch failure\nSearch for"),
+     r"^the GPU failed: CUDA error: unspecified launch failure\. See .* Then "),
+])  # fmt: skip
+def test_a_card_that_fails_in_a_stage_says_how_to_go_on(error, said, tmp_path, checkpoint, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    recipe = chat(tmp_path, checkpoint, per_device_train_batch_size=2)
+    with pytest.raises(ToolkitError, match=f"{said}run it again: nothing"), card_holds(recipe, "ppo"):
+        fails()
+    monkeypatch.setattr("toolkit.runs.memory.checkpoints_in", lambda folder: {1: folder})
+    monkeypatch.setattr(stages, "train_stage", fails)
+    with pytest.raises(ToolkitError, match=f"{said}go on with resume=True"):
+        stages.run(recipe, "ppo")
+
+
+def test_another_error_of_a_stage_is_raised_as_it_is(tmp_path, checkpoint):
+    for error in (RuntimeError("shapes differ"), SelfCheckError("CUDA error: out of memory, said another")):
+        with pytest.raises(type(error)) as raised, card_holds(chat(tmp_path, checkpoint), "ppo"):
+            raise error
+        assert raised.value is error
+    none_halved = chat(tmp_path, checkpoint, per_device_train_batch_size=1)
+    assert "per_device_train_batch_size" not in str(out_of_memory(none_halved, "ppo", one_row=False))
 
 
 def test_to_go_on_with_a_run_that_is_not_there_is_a_mistake(tmp_path, checkpoint):

@@ -98,6 +98,20 @@ def test_gradients_are_scaled_back_though_a_later_trainer_has_another_precision(
     assert all(torch.equal(found, expected[role]) for role, found in gradients(made).items())
 
 
+def test_a_card_that_answers_nothing_any_more_ends_a_step_with_its_first_error(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise torch.AcceleratorError(f"CUDA error: {next(errors)}")
+
+    errors = iter(("the first", "the scaler's", "the scaler's again"))
+    made = in_float16(tmp_path)
+    monkeypatch.setattr(made, "_backward_micro_batch", fails)
+    monkeypatch.setattr(made.accelerator.scaler, "_scale", torch.ones(()))  # as after a pass
+    monkeypatch.setattr(made.accelerator.scaler, "update", fails)
+    with pytest.raises(RuntimeError, match="the first"):
+        made.train()
+    assert next(errors, None) is None  # both places have asked the scaler
+
+
 def test_the_base_computes_in_float16(tmp_path, monkeypatch):
     seen = set()
     made = in_float16(tmp_path)

@@ -1,4 +1,4 @@
-"""What can be done where a card's memory runs out in a stage."""
+"""What can be done where a card fails in a stage, or its memory runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,8 @@ import torch
 from toolkit.checkpoints import checkpoints_in
 from toolkit.data import TASKS
 from toolkit.errors import ToolkitError
+from toolkit.models import raise_of_the_card
+from toolkit.portion import at_one_row, ran_out
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
@@ -34,13 +36,42 @@ def weights_fit(recipe: Recipe) -> Iterator[None]:
         raise ToolkitError(wrong, field="base", remedy=_one_of(ways)) from error
 
 
-def out_of_memory(recipe: Recipe, stage: str) -> ToolkitError:
-    """What helps where the rows of a pass have been halved down to one, or are no smaller by themselves."""
-    folder = recipe.stage_folder(stage)
+@contextmanager
+def card_holds(recipe: Recipe, stage: str) -> Iterator[None]:
+    """A stage runs inside.
+
+    Raises: ToolkitError: the card has failed, or its memory has run out; with what can be done then.
+    """
+    try:
+        yield
+    except ToolkitError:  # which says itself what can be done
+        raise
+    except RuntimeError as error:
+        if ran_out(error):
+            raise out_of_memory(recipe, stage, one_row=at_one_row(error)) from error
+        try:
+            raise_of_the_card(error)
+        except ToolkitError as failed:
+            failed.add_remedy(f"Then {_way_on(recipe, stage)}.")
+            raise
+        raise
+
+
+def _way_on(recipe: Recipe, stage: str) -> str:
+    if stage == "collect" or checkpoints_in(recipe.stage_folder(stage)):
+        return "go on with $resume"
+    return "run it again: nothing had been saved yet"
+
+
+def out_of_memory(recipe: Recipe, stage: str, *, one_row: bool) -> ToolkitError:
+    """What helps where the rows of a pass have been halved down to `one_row`, or memory ran out where rows are not
+    halved."""
     if stage == "collect":
         again = "with $overwrite if responses had been saved: each batch draws by a seed of its own"
-        remedy = f"Shorten collect.response_length or the prompts, and run it again, {again}."
-        return ToolkitError("collect ran out of GPU memory, with one row at a time.", remedy=remedy)
+        fewer = "" if one_row else "Lower collect.batch_size, or s"
+        remedy = f"{fewer or 'S'}horten collect.response_length or the prompts, and run it again, {again}."
+        rows = ", with one row at a time" if one_row else ""
+        return ToolkitError(f"collect ran out of GPU memory{rows}.", remedy=remedy)
     args, ways, trls = recipe.stage_config(stage), [], stage == "ppo" and by_trl(recipe.values)
     if not args.gradient_checkpointing and not trls:  # TRL's loop has none
         ways.append(f"set {stage}.gradient_checkpointing=true")
@@ -48,17 +79,18 @@ def out_of_memory(recipe: Recipe, stage: str) -> ToolkitError:
         ways.append("halve ppo.per_device_train_batch_size or ppo.local_rollout_forward_batch_size")
     elif stage in _CHUNKS:
         ways.append(f"halve {_CHUNKS[stage]}")
-    if stage == "sft" and args.packing:  # the rows of a micro-batch are one
-        ways.append("halve sft.per_device_train_batch_size, with sft.gradient_accumulation_steps doubled")
-    then = "go on with $resume" if checkpoints_in(folder) else "run it again: nothing had been saved yet"
+    as_they_are = not one_row or (stage == "sft" and args.packing)  # whose rows of a micro-batch are one
+    if as_they_are and not trls and args.per_device_train_batch_size > 1:
+        fewer = f"halve {stage}.per_device_train_batch_size, with {stage}.gradient_accumulation_steps doubled"
+        ways.insert(0, fewer)
     anew = []
     if stage == "ppo" and args.decoding["merged"]:
         anew.append(f"ppo.generation={WITHOUT_COPY[args.generation]}")
     anew.append(f"shorter rows ({', '.join(_limits(recipe, stage))})")
-    goes_on = f"{_one_of(ways)[:-1]}, and {then}. " if ways else ""
+    goes_on = f"{_one_of(ways)[:-1]}, and {_way_on(recipe, stage)}. " if ways else ""
     planned = "; toolkit plan says what fits" if "ppo" in recipe.plan.stages and not by_trl(recipe.values) else ""
     remedy = f"{goes_on}A run that begins anew can have {' or '.join(anew)}{planned}."
-    rows = "" if trls else ", with as few rows at a time as there can be"
+    rows = ", with as few rows at a time as there can be" if one_row else ""
     return ToolkitError(f"{stage} ran out of GPU memory{rows}.", remedy=remedy)
 
 

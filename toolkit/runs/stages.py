@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
 from toolkit.disk import RESULT_FILE
@@ -31,7 +29,7 @@ from toolkit.runs.folder import (
 )
 from toolkit.runs.lock import acquire, at_work, release
 from toolkit.runs.longer import result_comes_back
-from toolkit.runs.memory import out_of_memory
+from toolkit.runs.memory import card_holds
 from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage, this_toolkit
 from toolkit.runs.said import say
@@ -259,12 +257,10 @@ def run(
                     say(f"{old} {repeats}")
             goes_on = resume and stage != "collect"
             checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
-            try:
+            with card_holds(recipe, stage):
                 if stage == "collect":
                     return collect_stage(recipe)
                 return train_stage(recipe, stage, checkpoint, callbacks=callbacks, **others)
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(recipe, stage) from error
 
 
 _OF_JUDGE = " (judge)"  # as `made_with` names what a judge is made of

@@ -6,7 +6,6 @@ was never stopped.
 
 import time
 import warnings
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,8 +108,7 @@ class ResumableTrainer(BestOfSaved):
                 for one in self.callback_handler.callbacks:
                     if isinstance(one, Progress):
                         one.broke_off()
-                with suppress(RuntimeError):  # of a card that answers nothing any more
-                    forget_unscaled(self.accelerator.scaler)
+                forget_unscaled(self.accelerator.scaler)
                 raise
             finally:
                 self.remove_callback(callback)

@@ -5,7 +5,7 @@ and `pyproject.toml` admits no version beyond those that have been run.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,8 @@ def forget_unscaled(scaler: torch.amp.GradScaler | None) -> None:
     """After a step that was broken off: float16's scaler takes the gradients for unscaled until it is updated, and
     refuses each later step."""
     if scaler is not None and scaler._scale is not None:
-        scaler.update(scaler.get_scale())
+        with suppress(RuntimeError):  # of a card that answers nothing any more: the first error is told
+            scaler.update(scaler.get_scale())
 
 
 def use_one_card(args: TrainingArguments) -> None:
