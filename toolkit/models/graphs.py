@@ -4,8 +4,10 @@ Such a pass is some thousand small operators, for each of which Python takes lon
 played back, the card goes from one to the next by itself. A graph reads and writes the same memory each time: so keys
 and values stand in slots for all tokens to come, and what a pass is given is copied to where the graph reads it.
 
-It is recorded anew in each rollout, and whenever rows have left. That executes nothing and costs Python's time for one
-pass. In return nothing stays behind that an optimizer's step would make stale, and an update has the memory.
+It is recorded anew in each rollout, and whenever rows have left. That costs Python's time for one pass, which it does
+not execute. `torch.cuda.graph` first waits for the card and gives back the blocks that PyTorch has cached, so that the
+next update takes its memory from the driver anew. In return nothing stays behind that an optimizer's step would make
+stale, and an update has the memory.
 """
 
 import inspect
