@@ -1,6 +1,7 @@
 """The forms of a preference pair, of a dialogue and of a demonstration, each read to the same tokens."""
 
 import json
+import random
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, doubling
 from toolkit.data.encoder import without_end
 from toolkit.data.pairs import Pair, read_pair
-from toolkit.data.rows import Unusable, draw_parts
+from toolkit.data.rows import Unusable, draw_held_out, draw_parts
 from toolkit.errors import DataError
 
 DATA = Path(__file__).parents[2] / "data"
@@ -587,6 +588,64 @@ def test_demonstrations_held_out_by_prompt(tmp_path):
         Demonstrations(byte_tokenizer(), path, path, validation_size=3)
     with pytest.raises(DataError, match="^max_train_rows: a number from 1 is needed, got 0"):
         Demonstrations(byte_tokenizer(), path, path, max_train_rows=0)
+
+
+def test_texts_that_all_begin_with_the_prompt_are_told(tmp_path):
+    asked = [{"prompt": f"How far is {place}?\n"} for place in ("the sea", "the moon")]
+    rows = [row | {"chosen": f"{row['prompt']}Far.", "rejected": f"{row['prompt']}Near."} for row in asked]
+    other = {"prompt": "How?", "chosen": "How? So.", "rejected": "Who?"}
+
+    def task(name, rows):
+        return Preferences(byte_tokenizer(), path := write(tmp_path / name, rows), path, chat=False)
+
+    told = "; in every row chosen and rejected begin with the text of prompt, "
+    assert task("a.jsonl", rows).report().count(told) == 1
+    assert told not in task("b.jsonl", [*rows, other]).report()
+    # The way on that is told: without the column both sides are read as they should be.
+    without = task("c.jsonl", [{name: row[name] for name in ("chosen", "rejected")} for row in rows])
+    assert told not in without.report()
+    alone = task("d.jsonl", [row | {"chosen": "Far.", "rejected": "Near."} for row in asked])
+    assert without.pairs("train")[:] == alone.pairs("train")[:] != task("a.jsonl", rows).pairs("train")[:]
+
+
+# ---------------------------------------------------------------------- groups of rows with the same prompt
+
+
+def drawn(prompts, number, seed):
+    """Rows held out, and those of a part, of so many."""
+    held_out = draw_held_out(prompts, number, seed=seed, source="x.jsonl", left_out="")
+    return held_out, draw_parts(prompts, {"reward": number}, seed=seed)["reward"]
+
+
+def test_a_prompt_of_most_rows_is_passed_over_where_others_are_left():
+    prompts = ["of most"] * 300 + [str(number) for number in range(100)]
+    for seed in range(30):
+        for rows in drawn(prompts, 40, seed):
+            assert len(set(rows)) == 40 and min(rows) >= 300
+        parts = draw_parts(prompts, {"reward": 40, "sft": 50}, seed=seed)
+        assert [len(parts["reward"]), len(parts["sft"])] == [40, 50] and set(range(300)) < set(parts["ppo"])
+
+
+def test_where_no_other_prompt_fits_that_of_the_fewest_rows_is_taken():
+    prompts = ["a"] * 30 + ["b"] * 20 + ["c"] * 25
+    for seed in range(6):
+        assert drawn(prompts, 10, seed) == (list(range(30, 50)),) * 2
+        assert {len(rows) for rows in drawn(prompts, 19, seed)} == {20}  # one more is let through
+
+
+def test_where_no_prompt_has_many_rows_groups_are_taken_in_the_order_of_their_shuffle():
+    prompts = [str(row * row % 37) for row in range(120)]  # of 1 to 7 rows each
+    groups = [[row for row, other in enumerate(prompts) if other == one] for one in dict.fromkeys(prompts)]
+    for seed in range(10):
+        random.Random(seed).shuffle(order := list(groups))
+
+        def first(groups):
+            taken = []
+            while len(taken) < 70:  # of which seven are a tenth
+                taken += groups.pop(0)
+            return sorted(taken)
+
+        assert drawn(prompts, 70, seed) == (first(order[:]), first(order[::-1]))
 
 
 # ---------------------------------------------------------------------- parts

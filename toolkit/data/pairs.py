@@ -111,6 +111,13 @@ def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:
     return prompt.strip() in [str(m.get("content")).strip() for m in messages if m.get("role") == "user"]
 
 
+def repeats_prompt(pair: Pair) -> bool:
+    """Whether both responses begin with the text of their prompt, as where a column has it and the sides have it, too.
+    A single row may say so of itself."""
+    asked = pair.prompt.strip() if isinstance(pair.prompt, str) else ""
+    return bool(asked) and all(said.lstrip().startswith(asked) for said in (pair.chosen, pair.rejected))
+
+
 def _said(messages: Sequence[Any]) -> list[tuple[str, str]]:
     """Who says what, without the keys that a table gives to one column's messages and not to another's."""
     both = [(message.get("role"), message.get("content")) for message in messages if isinstance(message, dict)]

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from toolkit.data.encoder import within_limit
 from toolkit.data.messages import BESIDE_AN_INSTRUCTION, refuse_parts
-from toolkit.data.pairs import Pair, read_pair
+from toolkit.data.pairs import Pair, read_pair, repeats_prompt
 from toolkit.data.rows import (
     PARTS,
     SHOWN,
@@ -35,7 +35,11 @@ from toolkit.errors import DataError, did_you_mean
 Made = Literal["other_prompt", "cut"]
 _TOKENS = pa.list_(pa.int64())
 _SIDES = {"chosen_ids": _TOKENS, "rejected_ids": _TOKENS, "prompt_length": pa.int64()}
-_COLUMNS = {**_SIDES, "margin": pa.float64(), "has_margin": pa.bool_(), "asked": pa.binary()}
+_COLUMNS = {**_SIDES, "margin": pa.float64(), "has_margin": pa.bool_(), "repeats": pa.bool_(), "asked": pa.binary()}
+_REPEAT = (
+    "; in every row chosen and rejected begin with the text of prompt, which is learnt as part of a response: take it "
+    "off them, or take the column prompt out, and what both begin with is the prompt"
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Preferences(SplitTask):
         margin = {"margin": pair.margin, "has_margin": self._margin_column in row}
         # As bytes that stay in this process: messages may hold what no column can, or JSON, as they may a date.
         told = {name: value for name, value in prompt.items() if name != "input_ids"}
-        return {**sides, **margin, "asked": pickle.dumps(told)}
+        return {**sides, **margin, "repeats": repeats_prompt(pair), "asked": pickle.dumps(told)}
 
     def _pair_of(self, place: str, row: dict[str, Any], limit: int | None) -> tuple[Pair, dict[str, Any]]:
         """The pair of a row, and its prompt encoded."""
@@ -167,7 +171,8 @@ class Preferences(SplitTask):
 
     def report(self, *splits: str) -> str | None:
         made = "" if splits or not self.made_pairs else f"; {len(self._made)} pairs more are made of the reward's"
-        return f"{super().report(*splits)}{made}"
+        repeat = "" if splits or not all(self._splits["train"].rows["repeats"][:]) else _REPEAT
+        return f"{super().report(*splits)}{made}{repeat}"
 
     def demonstrations(self, split: str) -> Dataset:
         """Prompts with their chosen responses, which alone are part of the loss."""

@@ -300,14 +300,12 @@ def usable_rows(
 
 
 def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str, left_out: str) -> list[int]:
-    """Which rows to hold out: so many, a few more if prompts repeat, so that no prompt is also trained on.
+    """Which rows to hold out: so many, a few more if prompts repeat, as `_take` does it, so that no prompt is also
+    trained on.
 
     Raises DataError, which names the source and what was left out of it, if no row would be left to train on.
     """
-    held_out: list[int] = []
-    for group in _shuffled_groups(prompts, seed):
-        if len(held_out) < number:
-            held_out += group
+    held_out, _ = _take(_shuffled_groups(prompts, seed), number)
     if len(held_out) == len(prompts):
         wrong = f"{number} leaves no training rows: {source} has {len(prompts)} that can be used"
         wrong += f", without {left_out}" if left_out else ""
@@ -327,25 +325,44 @@ def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source
 def draw_parts(
     prompts: Sequence[Hashable], parts: Mapping[str, int], *, seed: int, left_out: str = ""
 ) -> dict[str, list[int]]:
-    """Which rows each stage gets, in the order of the file: as many as `parts` says, a few more if prompts repeat.
+    """Which rows each stage gets, in the order of the file: as many as `parts` says, a few more if prompts repeat, as
+    `_take` does it.
 
     Rows with the same prompt go to one stage. A stage that is not named gets the rest. Raises DataError if there are
     too few rows, with what was left out of them.
     """
-    groups = _shuffled_groups(prompts, seed)
+    groups = _shuffled_groups(prompts, seed)[::-1]
     drawn: dict[str, list[int]] = {}
     for stage, number in parts.items():
-        rows: list[int] = []
-        while len(rows) < number:
-            if not groups:
-                wrong = f"{number} pairs are asked for, and {len(rows)} of the {len(prompts)} usable ones are left"
-                wrong += ", since pairs with the same prompt stay together"
-                wrong += f", and without {left_out}." if left_out else "."
-                raise DataError(wrong, field=f"parts.{stage}", remedy="Lower it.")
-            rows += groups.pop()
+        rows, groups = _take(groups, number)
+        if len(rows) < number:
+            wrong = f"{number} pairs are asked for, and {len(rows)} of the {len(prompts)} usable ones are left"
+            wrong += ", since pairs with the same prompt stay together"
+            wrong += f", and without {left_out}." if left_out else "."
+            raise DataError(wrong, field=f"parts.{stage}", remedy="Lower it.")
         drawn[stage] = sorted(rows)
     rest = sorted(row for group in groups for row in group)
     return {stage: drawn.get(stage, rest) for stage in PARTS}
+
+
+def _take(groups: Iterable[list[int]], number: int) -> tuple[list[int], list[list[int]]]:
+    """So many rows, or a few more, of groups that stay whole, taken in turn; and the groups that are left.
+
+    A group with which they would be more than a tenth too many, and more than one, is passed over. Where no other one
+    is left, the smallest of those that were is taken.
+    """
+    most = number + max(1, number // 10)
+    taken, passed, left = list[int](), list[list[int]](), list[list[int]]()
+    for group in groups:
+        if len(taken) >= number:
+            left.append(group)
+        elif len(taken) + len(group) <= most:
+            taken += group
+        else:
+            passed.append(group)
+    if len(taken) < number and passed:
+        taken += passed.pop(min(range(len(passed)), key=lambda place: len(passed[place])))
+    return taken, passed + left
 
 
 def _shuffled_groups(prompts: Sequence[Hashable], seed: int) -> list[list[int]]:
