@@ -265,6 +265,7 @@ def test_a_setting_is_no_prompt(trained, tmp_path):
     file, now = tmp_path / "out.jsonl", f"base.model={moved}"
     done = command_here("generate", "chat", "Why?", now, "--max-new-tokens", 3, "--output", file, cwd=trained[0])
     assert done.returncode == 0 and [row["prompt"] for row in read_jsonl(file)] == ["Why?"], done.stderr
+    assert done.stdout.endswith(f"written: {file}\n")
     (tmp_path / "my prompts.jsonl").write_text('{"prompt": "How?"}\n')  # with a space in its name
     read = f"data.validation={tmp_path / 'my prompts.jsonl'}"
     words = (now, "data.task=prompts", read, "--max-new-tokens", 3, "--output", file)

@@ -163,7 +163,14 @@ def test_an_adapter_of_the_hub_neither_be_it_in_the_cache_or_there_alone(tmp_pat
     assert asked == [True, False, True]
 
 
-def test_a_missing_checkpoint_says_how_to_name_one(tmp_path):
+def test_a_missing_checkpoint_says_how_to_name_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("my llama", "models/of/mine", "./mine"):  # no hub ids, which hf download would refuse
+        with pytest.raises(ModelError, match=f'from the folder "{name}" .there is no such folder') as raised:
+            load_base(name)
+        said = str(raised.value)
+        assert f"looked for from {tmp_path}.)" in said and "hf download" not in said
     for kind in ("causal_lm", "sequence_classifier"):
         with pytest.raises(ModelError, match=r"model: no checkpoint could be loaded.*there is no such folder"):
             load_model(ModelSpec(str(tmp_path / "nothing")), kind)

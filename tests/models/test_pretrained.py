@@ -102,6 +102,7 @@ def test_a_hub_that_does_not_answer_is_said_at_once(silent, monkeypatch, tmp_pat
     for load in (load_tokenizer, lambda name: model_config(ModelSpec(name))):
         with pytest.raises(ModelError, match='"nobody/nothing" is no folder here.*127.0.0.1 does not answer') as error:
             load("nobody/nothing")
+        assert f"({Path.cwd()})" in str(error.value)
         assert error.value.problems[0].field == "model" and "Name the folder" in str(error.value)
     pretrained.check_there(str(tmp_path))  # a folder needs no hub
     with pytest.raises(ModelError, match='"v2" would have no effect: .* is a folder'):
@@ -143,7 +144,8 @@ class NoRoom(RuntimeError):
 @pytest.mark.parametrize(("cause", "offline", "said"), [
     (GatedRepoError, False, r"\(no access\) Ask for access at .*/some/model, then log in: hf auth login"),
     (RepositoryNotFoundError, False, "If it is a private one, log in: hf auth login"),
-    (LocalEntryNotFoundError, True, "Name a folder .* Offline mode: with a network, hf download some/model gets what"),
+    (LocalEntryNotFoundError, True, "Name a folder .* There is no such folder in .* Offline mode: with a network, hf do"
+     "wnload some/model gets what"),
     (LocalEntryNotFoundError, False, "Name a folder or hub id with safetensors"),
     (NoRoom, False, r"Make room for the hub's cache \(.*\), or set HF_HOME to a folder elsewhere"),
 ])  # fmt: skip

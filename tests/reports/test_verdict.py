@@ -57,7 +57,11 @@ def test_what_has_no_noise_or_no_score():
     assert verdict(result(1.0, 0.0, 2.0, 0.0)).startswith("The score changed by +1, without noise")
     assert verdict({"before": {"loss": 1.0}, "after": {"loss": 0.5}}) == "" == verdict({"before": None, "after": {}})
     same = rows((0.1, 0.4), (0.2, 0.5), (0.3, 0.6))  # but for the rounding of 0.5 - 0.2
-    assert verdict({}, same) == "The score changed by +0.3, without noise (over the same 3 prompts)."
+    few = "The score changed by +0.3 over the same 3 prompts, which are too few for a standard error."
+    assert verdict({}, same) == few == verdict({}, same * 3)
+    five = rows(*((at, at - 1.0) for at in (0.0, 1.0, 2.0, 3.0, 4.0)))
+    assert verdict({}, five) == "The score changed by -1, without noise (over the same 5 prompts)."
+    assert verdict({}, rows((1.0, 1.0), (2.0, 2.0))).startswith("The score did not change, without noise (over")
     assert verdict(result(float("nan"), 0.1, 1.0, 0.1)) == ""
 
 

@@ -404,7 +404,7 @@ def test_a_number_that_no_float_can_hold_hides_no_other_run(runs, tmp_path):
     assert (b.stages[0].figures, d.stages[0].figures) == ("score 2.000 ± 0.500", "")
     assert e.stages[0].figures == "KL 1.000"
     page = compare(["b", "d", "e"], tmp_path / "page.html", runs_dir=runs).read_text()
-    assert "<b>d</b>: The score changed by +1, without noise (over the same 2 prompts)" in page
+    assert "<b>d</b>: The score changed by +1 over the same 2 prompts, which are too few for a standard error." in page
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

@@ -87,6 +87,7 @@ def generate(
         recipe = open_run(run, *overrides, runs_dir=runs_dir, by_q=True, checkpoint=checkpoint)
         asked |= {"compare": compare, "max_new_tokens": max_new_tokens, "temperature": temperature}
         generate.generate(recipe, **asked)
+        _say_written(output)
         return
     if temperature == 0 or compare:
         raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
@@ -96,6 +97,12 @@ def generate(
         overrides += ["ppo.min_response_length=1", "ppo.drop_short_responses=false", "ppo.short_response_penalty=null"]
     recipe = open_run(run, *overrides, runs_dir=runs_dir, checkpoint=checkpoint)
     generate.generate_best(recipe, num_samples=num_samples, **asked)
+    _say_written(output)
+
+
+def _say_written(output: Path | None) -> None:
+    if output is not None:
+        print(f"written: {output}")
 
 
 @command("toolkit chat smollm2_135m_lora --compare --temperature 0.7")

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -171,8 +173,14 @@ def check_same_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, **code:
 
 
 def _is_path(model: str) -> bool:
-    """Whether a checkpoint is named as a folder: there is one, or no hub id begins so."""
-    return Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
+    """Whether a checkpoint is named as a folder: there is one, or no hub id is so."""
+    if Path(model).expanduser().exists() or model.startswith((".", "/", "~")):
+        return True
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return True
+    return False
 
 
 def check_there(model: str, revision: str | None = None) -> None:
@@ -200,7 +208,8 @@ def check_there(model: str, revision: str | None = None) -> None:
     except ValueError:  # no hub id: transformers says what one is
         return
     if (host := hub.silent_host()) and not cached:
-        wrong = f'"{model}" is no folder here and not in the cache of the hub, and {host} does not answer.'
+        here = f"no folder here ({Path.cwd()})"
+        wrong = f'"{model}" is {here} and not in the cache of the hub, and {host} does not answer.'
         raise ModelError(wrong, field="model", remedy="Name the folder of a checkpoint.")
 
 
@@ -280,7 +289,8 @@ def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelEr
         much = "is too large" if isinstance(error, OverflowError) else "is 0 where it cannot be"
         reason = f"its config.json has a number that {much}"
     if kind == "folder" and not path.exists():
-        reason = "there is no such folder."
+        looked = "" if path.is_absolute() else f", looked for from {Path.cwd()}"
+        reason = f"there is no such folder{looked}."
     elif path.is_file():
         reason = "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is not read."
         if (path.parent / "config.json").is_file():
@@ -294,7 +304,8 @@ def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelEr
         return ModelError(f'"{model}" is a PEFT adapter and no whole model.', field="model", remedy=remedy)
     remedy = "Name a folder or hub id with safetensors weights and a tokenizer."
     if kind != "folder":
-        remedy = hub.way_to(model, error, otherwise=remedy)
+        looked = f" There is no such folder in {Path.cwd()}." if hub.is_offline() else ""
+        remedy = hub.way_to(model, error, otherwise=f"{remedy}{looked}")
     return ModelError(
         f'no checkpoint could be loaded from the {kind} "{model}" ({reason})', field="model", remedy=remedy
     )

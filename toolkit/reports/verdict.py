@@ -15,6 +15,9 @@ NOISE = 2.0
 _FEW = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10]
 """The same where the error is that of 2 pairs, 3 and so on: Student's t, its quantile 0.975 by degrees of freedom."""
 
+_TOO_FEW = 5
+"""Prompts below which equal changes are no sign that there is no noise."""
+
 
 def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> str:
     """Whether the score, and that of a judge, rose by more than its noise; empty where there is no score, or of one
@@ -34,7 +37,7 @@ def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> s
 def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
     """A sentence on the score or the judge; empty where it is not known."""
     scored = (row.get(f"{side}_{name}") for row in samples for side in ("before", "after"))
-    noise = NOISE
+    noise, number = NOISE, _TOO_FEW  # of two means nothing says of how many
     if samples and all(map(is_number, scored)):
         prompts = [row["prompt"] for row in samples]
         changes = [float(row[f"after_{name}"] - row[f"before_{name}"]) for row in samples]
@@ -51,6 +54,8 @@ def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]
         first, first_se, last, last_se = numbers
         difference, error, of = last - first, math.hypot(first_se, last_se), "of two means"
     if error <= 1e-6 * abs(difference):  # of equal changes rounding leaves a little
+        if difference and number < _TOO_FEW:
+            return f"The {name} changed by {difference:+.4g} {of}, which are too few for a standard error."
         what = "did not change" if difference == 0 else f"changed by {difference:+.4g}"
         return f"The {name} {what}, without noise ({of})."
     sizes = f"{difference:+.4g} ± {error:.2g}, {abs(difference) / error:.1f} standard errors {of}"
