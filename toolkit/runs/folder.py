@@ -32,7 +32,7 @@ SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
 def run_folder(name: str, runs_dir: Path) -> Path | None:
     """The folder of a run: the one of that name in `runs_dir`, or else the one at that path; None if there is none."""
     for folder in [*([runs_dir / name] if is_run_name(name) else []), Path(name)]:
-        if aside.is_run(folder):
+        if (folder / RECIPE_FILE).is_file() or aside.is_run(folder):  # the first raises for a name that no disk takes
             return folder if is_run_name(folder.name) else folder.resolve()  # as of "." and ".."
     return None
 
