@@ -66,6 +66,16 @@ def test_scaling_keeps_the_mean():
     assert masked_var(scaled, MASK).item() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("value", [-37.7, 0.1, 12345.6])
+def test_equal_values_are_zero_when_whitened_and_themselves_when_scaled(value):
+    """A sum of 1,000 of them in float32 is rounded; what their mean is then off by must not be scaled up."""
+    values = torch.full((10, 100), value)
+    mask = torch.ones_like(values, dtype=torch.bool)
+    assert masked_var(values, mask) == 0 and not whiten(values, mask).any()
+    assert torch.equal(scale_to_unit_variance(values, mask), values)
+    assert whiten(values, mask).dtype == scale_to_unit_variance(values, mask).dtype == torch.float32
+
+
 def test_standard_error_by_hand():
     # 1, 2, 3, 4: variance 5/3, over n = 4.
     assert standard_error(torch.tensor([1.0, 2.0, 3.0, 4.0])) == pytest.approx((5 / 3 / 4) ** 0.5)

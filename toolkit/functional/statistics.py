@@ -32,10 +32,13 @@ def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | float | None = 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Unbiased variance where `mask` is True, Σ mask·(values − mean)² / (n − 1); 0 where fewer than two values count.
 
+    In float64: the float32 mean of equal values is rounded, and their variance would not be 0.
+
     Example:
         >>> masked_var(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
-        tensor(2.)
+        tensor(2., dtype=torch.float64)
     """
+    values = values.double()
     centered = values - masked_mean(values, mask)
     return masked_mean(centered.square(), mask, count=(mask.sum() - 1).clamp(min=1))
 
@@ -72,15 +75,16 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", section 7, on advantages.
     """
+    wide = values.double()  # what a float32 mean of equal values is off by would be multiplied by up to 1e4
     # 1e-8 as in TRL's and OpenAI's whitening, so that advantages agree with theirs.
-    scaled = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8)
-    return torch.where(mask, scaled, torch.zeros_like(scaled))
+    scaled = (wide - masked_mean(wide, mask)) * torch.rsqrt(masked_var(wide, mask) + 1e-8)
+    return torch.where(mask, scaled, torch.zeros_like(scaled)).to(values.dtype)
 
 
 def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
     """As `whiten`, with the mean where it is: of rewards, whose sign carries meaning (section 7, too)."""
-    scaled = whiten(values, mask) + masked_mean(values, mask)
-    return torch.where(mask, scaled, torch.zeros_like(scaled))
+    scaled = whiten(values, mask) + masked_mean(values.double(), mask)
+    return torch.where(mask, scaled, torch.zeros_like(scaled)).to(values.dtype)
 
 
 def standard_error(values: Tensor, *, groups: Sequence[Hashable] | None = None) -> float:

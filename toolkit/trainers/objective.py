@@ -85,8 +85,8 @@ class Experience(NamedTuple):
         return self._replace(response_mask=mask, **held)
 
     def learning_roles(self, rows: list[int]) -> set[str]:
-        """The roles whose gradient of these rows is not 0 by right: nothing is learnt from one token, whose whitened
-        advantage is 0, or by a value that is right."""
+        """The roles whose gradient of these rows is not 0 by right: nothing is learnt from equal advantages, or from
+        one alone, which are 0 when whitened, or by a value that is right."""
         errors = {"policy": self.advantages, "value": self.returns - self.old_values}
         mask = self.response_mask[rows]
         return {role for role, error in errors.items() if not error[rows][mask].abs().max() <= _NOTHING_TO_LEARN}
