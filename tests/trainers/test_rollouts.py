@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -245,6 +246,8 @@ def test_tokens_weigh_what_the_update_finds_likelier_than_the_sampler_did(tmp_pa
     flat = [factor for row in factors for factor in row]
     assert metrics["capped_share"] == pytest.approx(sum(factor == 0.5 for factor in flat) / len(flat))
     assert metrics["sampler_gap"] == pytest.approx(sum(abs(math.log(x)) for x in flat) / len(flat), rel=1e-4)
+    of_numpy = ours._make_experience(replace(made, sampler_logprobs=[np.array(row) for row in drawn]), scores)
+    assert of_numpy.sampler_logprobs.dtype == torch.float32  # numpy's are float64
     shorter = [row[:1] for row in drawn]  # of other tokens than it has
     for unknown in ((), shorter):
         with pytest.raises(DataError, match="does not say with which probabilities"):

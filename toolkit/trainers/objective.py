@@ -132,7 +132,7 @@ def sampler_logprobs(rollout: Rollout, mask: Tensor) -> Tensor | None:
     if list(map(len, rollout.sampler_logprobs)) != rollout.lengths:
         return None
     drawn_with = torch.zeros(mask.shape)
-    drawn_with[mask] = torch.tensor([x for row in rollout.sampler_logprobs for x in row])
+    drawn_with[mask] = torch.tensor([x for row in rollout.sampler_logprobs for x in row], dtype=torch.float32)
     return drawn_with
 
 
