@@ -462,6 +462,22 @@ def test_a_critic_can_be_trained_before_its_policy(tmp_path):
     assert same == {"policy": True, "value": False}
 
 
+def test_the_logged_learning_rate_is_the_policys_whichever_role_came_first(tmp_path):
+    settings = {"learning_rate": 1e-3, "value_learning_rate": 1e-4, "lr_scheduler_type": "linear", "max_steps": 4}
+    base = SharedBase(tiny_model())
+    for role in ("value", "policy", "reward"):
+        base.add_role(role, lora())
+    base.add_role("reference")
+    ours, again, given = (trainer(tmp_path, base, **settings) for _ in range(3))
+    assert ours.step({}, rollout(RESPONSES), SCORES)["learning_rate"] == pytest.approx(1e-3)
+    assert ours._without_update()["learning_rate"] == pytest.approx(7.5e-4)
+    again.load_checkpoint(ours.save_checkpoint())
+    assert again.step({}, rollout(RESPONSES), SCORES)["learning_rate"] == pytest.approx(5e-4)
+    of_value, of_policy = map(base.parameters_of, ("value", "policy"))
+    given.optimizer = torch.optim.SGD([{"params": of_value, "lr": 0.1}, {"params": of_policy, "lr": 0.2}])
+    assert given.step({}, rollout(RESPONSES), SCORES)["learning_rate"] == pytest.approx(0.2)
+
+
 def test_the_policys_weights_decay_as_the_setting_says(tmp_path):
     groups = trainer(tmp_path, weight_decay=0.3, value_weight_decay=0.1).create_optimizer().param_groups
     assert {g["role"]: g["weight_decay"] for g in groups if g["weight_decay"]} == {"policy": 0.3, "value": 0.1}

@@ -120,10 +120,8 @@ class PPOTrainer(PPOLoop):
         """
         self._prepare_training()
         if self.state.global_step >= self.total_updates:
-            over = (
-                f"the {self.total_updates} updates of this run are done, and a further one uses what its schedule has "
-            )
-            over += f"left: a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. "
+            over = f"the {self.total_updates} updates of this run are done, and a further one uses what its schedule "
+            over += f"has left: a learning rate of {self._learning_rate:.1e}. "
             over += "End the loop; a new trainer goes on with a larger max_steps and resume=True."
             warnings.warn(over, stacklevel=2)
         if len(responses) < self.args.update_batch_size and self.args.rollouts_per_update > 1:
@@ -134,7 +132,7 @@ class PPOTrainer(PPOLoop):
         parts = self._parts if scores is self._parts_of else {}
         scores = check_scores(scores, responses)
         self._check_same_update(responses, scores)
-        learning_rate = self.lr_scheduler.get_last_lr()[0]
+        learning_rate = self._learning_rate
         shortest = self.args.min_response_length if self.args.drop_short_responses else 0
         kept = [row for row, length in enumerate(responses.lengths) if length >= shortest]
         if kept:

@@ -142,6 +142,13 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             if apart:
                 yield {"params": apart, **group, "weight_decay": 0.0}
 
+    @property
+    def _learning_rate(self) -> float:
+        """The policy's in the next update: of the optimizer's groups those of the value role may be the first."""
+        one = self.roles.parameters_of("policy")[0]  # an optimizer that was given names no roles
+        groups = self.optimizer.param_groups
+        return next(float(group["lr"]) for group in groups if any(one is other for other in group["params"]))
+
     @by_own_accelerate
     def _prepare_training(self) -> None:
         self.take_over()

@@ -249,7 +249,7 @@ class PPOLoop(SharedBaseTrainer):
 
     def _without_update(self) -> dict[str, float]:
         """Metrics of an update that is passed over: nothing is learnt, and the run goes on with other prompts."""
-        learning_rate, self._shown = self.lr_scheduler.get_last_lr()[0], []
+        learning_rate, self._shown = self._learning_rate, []
         self._count_update()
         self._passed_over += self._drawn
         self.state.epoch = self.epoch
