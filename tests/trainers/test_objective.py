@@ -1,5 +1,6 @@
 """The terms of an update, each against the formula written out on whole logits."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, RESPONSES, SCORES, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling
 from toolkit.models import SharedBase, load_base
+from toolkit.rewards import DenseScores
 from toolkit.trainers import ppo
 from toolkit.trainers.objective import ScoreShaper, describe, policy_objective
 
@@ -275,6 +277,27 @@ def test_cut_responses_are_bootstrapped_from_the_value_role(value, tmp_path):
         last = len(RESPONSES[row]) - 1
         expected = [0.9 * after * (0.9 * 0.8) ** (last - t) for t in range(last + 1)]
         assert difference[row, : last + 1].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_a_score_of_a_whole_response_that_was_cut_is_warned_of_once(tmp_path):
+    given = rollout(RESPONSES)  # the second alone was cut
+    at_tokens = [[0.1] * len(ids) for ids in RESPONSES]
+    cases = (
+        ("bootstrap", SCORES, 1),
+        ("bootstrap", DenseScores(scores=SCORES, tokens=at_tokens), 1),
+        ("bootstrap", DenseScores(tokens=at_tokens), 0),
+        ("bootstrap", torch.tensor([1.0, 0.0, 0.5, 2.0]), 0),
+        ("terminal", SCORES, 0),
+    )
+    for way, scores, told in cases:
+        ours = trainer(tmp_path, truncated_as=way)
+        ours._learn = lambda *given: {"optimizer_steps": 0.0}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                ours.step({}, given, scores)
+        said = [str(w.message) for w in caught if "truncated_as" in str(w.message)]
+        assert len(said) == told and all("counted twice" in one and "Take terminal" in one for one in said)
 
 
 def test_what_the_critic_explains_of_the_returns(tmp_path):

@@ -66,6 +66,7 @@ def test_a_recording_that_copies_from_the_cpu_is_refused():
 PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
 
 
+@pytest.mark.filterwarnings("ignore:truncated_as is bootstrap")
 @pytest.mark.parametrize(
     ("settings", "quantised"),
     [

@@ -132,6 +132,7 @@ class PPOTrainer(PPOLoop):
         parts = self._parts if scores is self._parts_of else {}
         scores = check_scores(scores, responses)
         self._check_same_update(responses, scores)
+        self._warn_of_whole_scores(responses, scores)
         learning_rate = self._learning_rate
         shortest = self.args.min_response_length if self.args.drop_short_responses else 0
         kept = [row for row, length in enumerate(responses.lengths) if length >= shortest]
@@ -155,6 +156,20 @@ class PPOTrainer(PPOLoop):
         if self.skipped.total:
             stats["skipped_steps"] = float(self.skipped.total)
         return {**stats, "learning_rate": learning_rate}
+
+    def _warn_of_whole_scores(self, rollout: Rollout, scores: Scores) -> None:
+        """Once: of a response that was cut, a score of the whole leaves nothing that the value after it would add."""
+        if self._told_of_whole_scores or self.args.truncated_as != "bootstrap":
+            return
+        whole = torch.as_tensor(scores.scores) if isinstance(scores, DenseScores) else scores
+        if not whole[~torch.tensor(rollout.ended)].any():
+            return
+        self._told_of_whole_scores = True
+        twice = "truncated_as is bootstrap, and responses that were cut have a score of the whole response, which is "
+        twice += "counted twice with the value of what would follow: values drift further with each update, and scores "
+        twice += "above 0 pay the policy for not ending. "
+        twice += "Take terminal, or a reward that gives scores within responses alone (DenseScores without scores)."
+        warnings.warn(twice, stacklevel=3)
 
     def _check_same_update(self, rollout: Rollout, scores: Scores) -> None:
         """All of several processes have the same responses and scores: where they differ, the sum of gradients does not

@@ -89,7 +89,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             num_workers=args.dataloader_num_workers,
         )
         self.total_updates = args.number_of_updates(len(train_dataset))
-        self._ready = self._ratio_checked = self._followed = False
+        self._ready = self._ratio_checked = self._followed = self._told_of_whole_scores = False
         # Those whose gradient has not been looked at, in a step that was taken.
         self._unchecked_roles = {role for role in self.saved_roles if role != "value" or args.vf_coef > 0}
 

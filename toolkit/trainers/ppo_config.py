@@ -148,7 +148,8 @@ class PPOConfig(TRLPPOConfig):
     truncated_as: Literal["terminal", "bootstrap"] = setting(
         "terminal",
         "How a response that the length limit cuts is valued: terminal, as if it were over; bootstrap, with the value "
-        "role's estimate of what would follow.",
+        "role's estimate of what would follow, which a score of the whole response would count twice: only for "
+        "scores within responses (DenseScores without scores).",
     )
     use_score_scaling: bool = setting(False, "Divide scores by the standard deviation of all scores so far.")
     use_score_norm: bool = setting(
