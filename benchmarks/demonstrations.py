@@ -86,9 +86,7 @@ class Demonstration:
     """Of the recipe, for all its stages."""
     said: bool = False
     """Whether apologies and empty responses are counted."""
-    common: Mapping[str, Any] = field(
-        default_factory=lambda: {"eval_steps": 5, "logging_steps": 5, "load_best_model_at_end": False}
-    )
+    common: Mapping[str, Any] = field(default_factory=lambda: {"eval_steps": 5, "logging_steps": 5})
 
 
 _EVALUATED = 5  # updates between two evaluations of the critics' comparison
@@ -249,9 +247,11 @@ def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict
     for section, changed in arm.sections.items():
         merged = {**values[section], **changed}
         values[section] = {key: value for key, value in merged.items() if value is not None}
-    # Nothing is saved on the way, and no checkpoint chosen: an arm ends where it ends.
-    choosing = ("metric_for_best_model", "eval_steps", "save_steps", "save_total_limit")
-    kept = {key: value for key, value in values["ppo"].items() if key not in choosing}
+    kept = {
+        key: value
+        for key, value in values["ppo"].items()
+        if key not in ("eval_steps", "save_steps", "save_total_limit")
+    }
     changes = {"save_strategy": "no", "max_steps": demonstration.updates, **demonstration.common, **arm.ppo}
     values["ppo"] = {**kept, **changes}
     return values

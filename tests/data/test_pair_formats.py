@@ -631,6 +631,9 @@ def test_where_no_other_prompt_fits_that_of_the_fewest_rows_is_taken():
     for seed in range(6):
         assert drawn(prompts, 10, seed) == (list(range(30, 50)),) * 2
         assert {len(rows) for rows in drawn(prompts, 19, seed)} == {20}  # one more is let through
+    of_most = ["of most"] * 300 + [str(number) for number in range(30)]
+    for seed in range(6):
+        assert drawn(of_most, 40, seed) == (list(range(300)),) * 2  # alone: all rows would leave none
 
 
 def test_where_no_prompt_has_many_rows_groups_are_taken_in_the_order_of_their_shuffle():

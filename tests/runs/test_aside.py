@@ -128,10 +128,16 @@ def test_who_reads_a_run_brings_nothing_back(moves, names, run):
         journal = {"into": ".deleted", "from": ".replaced", "names": names, "wanted": "ppo", "moves": moves}
         write(run, {".moves.json": json.dumps(journal), ".unfinished/recipe.yaml": OTHERS})
     before = content(run)
-    told = rf"run keeps its earlier {'sft and ppo' if 'sft' in names else 'ppo'} aside: .*Run its ppo stage"
+    of = "sft and ppo" if "sft" in names else "ppo"
+    why = rf"run: files of its {of} were being moved" if moves else f"run keeps its earlier {of} aside: "
+    told = rf"{why}.*Run the ppo stage of .*/run/recipe.yaml in it .*here \"run\"; .*, here {run.parent}\)"
     with pytest.raises(ToolkitError, match=told):
         check_whole(run)
-    check_whole(run, "reward")
+    if moves:
+        with pytest.raises(ToolkitError, match=told):  # half of anything may be there
+            check_whole(run, ["reward"])
+    else:
+        check_whole(run, ["reward"])
     (listed,) = all_runs(run.parent)
     assert re.search(told, listed.told.text()) and content(run) == before
 
@@ -144,9 +150,27 @@ def test_a_run_is_found_where_a_kill_has_left_its_recipe(run):
     assert [one.name for one in all_runs(run.parent)] == ["run"]
     ran = CliRunner().invoke(app, again)
     assert ran.exit_code == 1 and "keeps its earlier ppo aside" in ran.output
+    assert f"Run the ppo stage of {run}/.replaced/recipe.yaml in it" in ran.output  # which nobody has read
     assert not (run / "recipe.yaml").exists()
+    with pytest.raises(ToolkitError, match="keeps its earlier ppo aside"):
+        check_whole(run, ())
     begin_anew(run)
     assert "aside: what" not in CliRunner().invoke(app, again).output
+
+
+def test_what_lies_aside_is_told_while_another_stage_is_placed(run):
+    begin_anew(run)
+    moves = [[".taken/metrics.jsonl", "sft/metrics.jsonl"]]
+    write(run, {".moves.json": json.dumps({"into": None, "wanted": "sft", "names": ["sft"], "moves": moves})})
+    with pytest.raises(ToolkitError, match="files of its sft and ppo were being moved when a kill came"):
+        check_whole(run)
+
+
+def test_the_stage_that_is_to_be_run_is_the_one_that_was_begun(run):
+    aside.make_room(run, ["sft", "ppo", "eval"], wanted="sft")
+    write(run, {"recipe.yaml": "of sft alone"})
+    with pytest.raises(ToolkitError, match="keeps its earlier sft and ppo aside: .*Run the sft stage"):
+        check_whole(run)
 
 
 @pytest.mark.parametrize("moved", [

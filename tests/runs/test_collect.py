@@ -12,7 +12,7 @@ from tests.trainers.helpers import Counting
 from toolkit.errors import DataError, ToolkitError
 from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.runs import collect
-from toolkit.runs.result import rows_read
+from toolkit.runs.result import rows_read, sources_read
 
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
 BY_RULE = {
@@ -68,7 +68,9 @@ def test_a_collection_has_the_rows_of_the_prompts_that_it_answers(tmp_path, chec
     for stage, held_out in (("collect", []), ("q", [2, 3])):
         recipe.stage_folder(stage).mkdir(parents=True)
         read = rows_read(recipe, stage)
-        assert set(read["sources"]) == {*sources.values(), *([str(responses)] if stage == "q" else [])}
+        assert sorted(read) == ["left_out"]
+        named = {*sources.values(), *(["collect/responses.jsonl"] if stage == "q" else [])}
+        assert set(sources_read(recipe, stage)["sources"]) == named
         responses.write_text("collected")
         lines = [json.loads(line) for line in (recipe.stage_folder(stage) / "rows.jsonl").read_text().splitlines()]
         lines = [(row["split"], int(row["place"].rpartition(" ")[2])) for row in lines]

@@ -23,7 +23,7 @@ from toolkit.runs.folder import check_outputs, claim, conflict, finished, settle
 from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.longer import result_comes_back
 from toolkit.runs.owned import begin
-from toolkit.runs.result import rows_read
+from toolkit.runs.result import rows_read, sources_read
 from toolkit.runs.take_over import take_over
 from toolkit.spec.plan import STAGES
 
@@ -483,7 +483,7 @@ def test_a_stage_whose_data_have_changed_is_told_of_and_not_taken(tmp_path, chec
 
     first, second, third = made(), made("ppo.kl_coef=0.3", name="second"), made("ppo.kl_coef=0.4", name="third")
     finish(first, "reward", "ppo")
-    result = json.dumps({"stage": "reward", **rows_read(first, "reward")})
+    result = json.dumps({"stage": "reward", **rows_read(first, "reward"), **sources_read(first, "reward")})
     (first.stage_folder("reward") / "result.json").write_text(result)
     assert take_over(second, "chat", ["reward"]) == [f"reward is taken from {first.stage_folder('reward')}."]
     assert "changed" not in said_by(lambda: stages.run(first, "ppo"))

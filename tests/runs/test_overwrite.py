@@ -225,7 +225,7 @@ def test_a_killed_overwrite_stays_as_it_is_for_those_who_read(tmp_path, checkpoi
     ):
         with pytest.raises(RecipeError):
             reader()
-    told = "chat keeps its earlier ppo aside: what was begun instead has not finished. Run its ppo stage ("
+    told = "chat keeps its earlier ppo aside: what was begun instead has not finished. Run the ppo stage of "
     with pytest.raises(ToolkitError, match=re.escape(told)):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
     with at_work(recipe.folder), pytest.raises(RecipeError, match="its ppo stage has not finished"):

@@ -292,7 +292,7 @@ def test_held_out_prompts_that_the_task_cannot_measure(tmp_path):
 @needs_trl_loop
 def test_held_out_prompts_are_nothing_to_the_loop_of_trl(tmp_path):
     with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, which evaluates nothing"):
-        changes = "ppo.loop=trl", "ppo.eval_strategy='no'", "ppo.load_best_model_at_end=false"
+        changes = "ppo.loop=trl", "ppo.eval_strategy='no'"
         recipes.load("doubling", *changes, runs_dir=tmp_path).ppo_trainer(eval_dataset=["S小写:5487x2="])
     with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, so that trainer_class has no effect"):
         recipes.load("doubling", *changes, runs_dir=tmp_path).ppo_trainer(trainer_class=PPOTrainer)

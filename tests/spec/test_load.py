@@ -755,7 +755,7 @@ def test_steps_between_evaluations_are_not_passed_over_where_the_recipe_has_none
         recipes.load("llama3_8b_lora", "ppo.eval_steps=5")
     given = recipes.load("llama3_8b_lora", "ppo.eval_steps=5", "ppo.eval_strategy=steps").stage_config("ppo")
     assert given.eval_steps == 5
-    recipes.load("doubling", "ppo.eval_strategy='no'", "ppo.load_best_model_at_end=false")  # its own steps wait
+    recipes.load("doubling", "ppo.eval_strategy='no'")  # its own steps wait
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo", "collect"])

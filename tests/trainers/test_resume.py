@@ -227,6 +227,11 @@ def test_a_loop_of_ones_own_goes_on_in_the_files_of_its_checkpoint(tmp_path):
     make(ppo, tmp_path, max_steps=2, logging_steps=1).train()
     made = make(ppo, tmp_path, max_steps=3, logging_steps=1, save_strategy="no")
     made.load_checkpoint(tmp_path / "checkpoint-1")
+    batch = next(made.batches())
+    said = made.generate(batch).response_ids
+    assert made.generate(batch).response_ids != said
+    made.load_checkpoint(tmp_path / "checkpoint-1")
+    assert made.generate(batch).response_ids == said
     made.kl_coef = 0.2
     a_step(made)
     made.log({"mine": 1.0})

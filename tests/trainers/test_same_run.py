@@ -8,12 +8,13 @@ from trl import RewardConfig, SFTConfig
 
 from tests.tiny_models import shared_base
 from tests.trainers.resumable import make, ppo, reward_pairs, sft_policy
+from toolkit.checkpoints.state import read_state
 from toolkit.errors import CheckpointError
 from toolkit.rewards import load_function
 from toolkit.runs.differences import _LENGTHS, _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
-from toolkit.trainers.same_run import check_same_run, made_with, other_than, settings_of
+from toolkit.trainers.same_run import check_same_run, check_same_settings, made_with, other_than, settings_of
 
 
 def test_other_data_and_other_versions(tmp_path, monkeypatch):
@@ -79,7 +80,7 @@ def test_another_precision_is_gone_on_with_and_said(tmp_path):
     ("stage", "change", "said"),
     [
         (ppo, {"learning_rate": 1e-6}, "with learning_rate 0.01, and here it is 1e-06"),
-        (ppo, {"value_learning_rate": 1e-6}, "with value_learning_rate None, and here it is 1e-06"),
+        (ppo, {"value_learning_rate": 1e-6}, "with value_learning_rate 0.01, and here it is 1e-06"),
         (ppo, {"kl_coef": 0.9}, "with kl_coef 0.1, and here it is 0.9"),
         (ppo, {"optim": "sgd"}, r"with optim adamw_torch\w*, and here it is sgd"),
         (ppo, {"weight_decay": 0.5}, "with weight_decay 0.0, and here it is 0.5"),
@@ -91,6 +92,18 @@ def test_a_setting_that_would_be_replaced_is_refused(stage, change, said, tmp_pa
     make(stage, tmp_path, max_steps=1).train()
     with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run {said}: it cannot change within a run"):
         make(stage, tmp_path, max_steps=2, **change).train(resume_from_checkpoint=True)
+
+
+def test_a_rate_of_the_value_role_that_is_written_out_is_the_same(tmp_path):
+    made = make(ppo, tmp_path, max_steps=1)
+    made.train()
+    rate = made.args.learning_rate
+    other = make(ppo, tmp_path, max_steps=2, value_learning_rate=rate)
+    other.train(resume_from_checkpoint=True)
+    assert other.state.global_step == 2
+    settings = read_state(tmp_path / "checkpoint-1")["settings"]
+    with pytest.raises(KeyError):  # of a version that kept no such setting: it is not taken for the same
+        check_same_settings(tmp_path, {}, settings)
 
 
 def test_what_responses_are_made_and_scored_with_is_told_apart(tmp_path):

@@ -349,20 +349,24 @@ def _take(groups: Iterable[list[int]], number: int) -> tuple[list[int], list[lis
     """So many rows, or a few more, of groups that stay whole, taken in turn; and the groups that are left.
 
     A group with which they would be more than a tenth too many, and more than one, is passed over. Where no other one
-    is left, the smallest of those that were is taken.
+    is left, the smallest of those that were is taken; alone, if it is enough.
     """
-    most = number + max(1, number // 10)
-    taken, passed, left = list[int](), list[list[int]](), list[list[int]]()
+    most, rows = number + max(1, number // 10), 0
+    taken, passed, left = list[list[int]](), list[list[int]](), list[list[int]]()
     for group in groups:
-        if len(taken) >= number:
+        if rows >= number:
             left.append(group)
-        elif len(taken) + len(group) <= most:
-            taken += group
+        elif rows + len(group) <= most:
+            taken.append(group)
+            rows += len(group)
         else:
             passed.append(group)
-    if len(taken) < number and passed:
-        taken += passed.pop(min(range(len(passed)), key=lambda place: len(passed[place])))
-    return taken, passed + left
+    if rows < number and passed:
+        last = passed.pop(min(range(len(passed)), key=lambda place: len(passed[place])))
+        if len(last) >= number:
+            taken, left = [], taken + left
+        taken.append(last)
+    return [row for group in taken for row in group], passed + left
 
 
 def _shuffled_groups(prompts: Sequence[Hashable], seed: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from toolkit.data.rows import (
     usable_rows,
     with_first,
 )
-from toolkit.data.sources import Source, check_part_settings, has_splits, names_of, read_rows, source_digest
+from toolkit.data.sources import Source, check_part_settings, has_splits, names_of, read_rows
 from toolkit.data.task import Task
 from toolkit.errors import DataError
 
@@ -118,14 +118,13 @@ class SourceTask(Task):
         return usable_rows(rows, self._encode, self._packed_as, split=split, source=source, limit=limit)
 
     @cached_property
-    def read_from(self) -> dict[str, str]:
-        return {}
+    def read_from(self) -> set[str]:
+        return set()
 
     def _noted(self, source: str, rows: Iterator[Row]) -> Iterator[Row]:
-        """The rows of a source, whose digest is kept once one could be read: a wrong folder may hold anything."""
-        for number, row in enumerate(rows):
-            if number == 0 and source not in self.read_from and (digest := source_digest(source)) is not None:
-                self.read_from[source] = digest
+        """The rows of a source, which is noted once one could be read: a wrong folder may hold anything."""
+        for row in rows:
+            self.read_from.add(source)
             yield row
 
     @cached_property

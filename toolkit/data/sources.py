@@ -129,7 +129,10 @@ def source_digest(source: str) -> str | None:
 
 
 def _with_rows_below(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
+    def fails(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=fails):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         # Beside rows that were saved datasets keeps what others have computed of them.
         arrow = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]

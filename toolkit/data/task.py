@@ -122,9 +122,9 @@ class Task:
         return {}
 
     @property
-    def read_from(self) -> dict[str, str]:
-        """By source of what has been read its SHA-256 then; a hub id has none."""
-        return {}
+    def read_from(self) -> set[str]:
+        """The sources of which rows have been read."""
+        return set()
 
     @property
     def _splits(self) -> Mapping[str, Split]:

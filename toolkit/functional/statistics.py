@@ -78,13 +78,15 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     wide = values.double()  # what a float32 mean of equal values is off by would be multiplied by up to 1e4
     # 1e-8 as in TRL's and OpenAI's whitening, so that advantages agree with theirs.
     scaled = (wide - masked_mean(wide, mask)) * torch.rsqrt(masked_var(wide, mask) + 1e-8)
-    return torch.where(mask, scaled, torch.zeros_like(scaled)).to(values.dtype)
+    scaled = torch.where(mask, scaled, torch.zeros_like(scaled))
+    return scaled.to(values.dtype if values.is_floating_point() else torch.get_default_dtype())
 
 
 def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
     """As `whiten`, with the mean where it is: of rewards, whose sign carries meaning (section 7, too)."""
-    scaled = whiten(values, mask) + masked_mean(values.double(), mask)
-    return torch.where(mask, scaled, torch.zeros_like(scaled)).to(values.dtype)
+    whitened = whiten(values, mask)
+    scaled = whitened + masked_mean(values.double(), mask)
+    return torch.where(mask, scaled, torch.zeros_like(scaled)).to(whitened.dtype)
 
 
 def standard_error(values: Tensor, *, groups: Sequence[Hashable] | None = None) -> float:

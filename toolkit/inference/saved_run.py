@@ -28,7 +28,7 @@ from toolkit.runs.owned import RECIPE_FILE
 from toolkit.runs.said import warn_of_other_weights
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
-from toolkit.spec.plan import section
+from toolkit.spec.plan import STAGES, section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
 from toolkit.trainers.trl_compat import HAS_PPO
@@ -64,8 +64,7 @@ def open_run(
     with processes.agreed():
         runs = Path(os.path.expanduser(runs_dir))
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
-        if checkpoint is None:
-            processes.by_main(lambda: check_whole(folder))
+        processes.by_main(lambda: check_whole(folder, STAGES if checkpoint is None else ()))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
         last = last_stage(folder, checkpoint)
         if last == "q" and by_q and checkpoint is not None:
@@ -118,6 +117,7 @@ def _check_checkpoint(recipe: Recipe) -> None:
     """Raises: RecipeError: there is no checkpoint of this step. CheckpointError: it is damaged."""
     folder, saved = policy_folder(recipe).parent, checkpoints_in(recipe.stage_folder("ppo"))
     if folder not in saved:
+        check_whole(recipe.folder, ["ppo"])
         wrong = f'the run "{recipe.run}" has no checkpoint of step {recipe.checkpoint}.'
         raise RecipeError(wrong, remedy=f"It has that of step {_steps(saved)}." if saved else "It has saved none.")
     if problem := problem_of(folder):

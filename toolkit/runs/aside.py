@@ -40,12 +40,17 @@ def is_run(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in (RECIPE_FILE, _MOVES, f"{REPLACED}/{_MOVES}"))
 
 
-def left_aside(run: Path) -> list[str]:
-    """Folders of a run that come back: what was to replace them has not finished, or a kill came while they moved."""
+def is_moving(run: Path) -> bool:
+    """Whether a kill has left moves to be carried out: what is in the run's folders may be half of one thing."""
+    return (run / _MOVES).is_file()
+
+
+def left_aside(run: Path) -> dict[str, str]:
+    """Folders of a run that come back, each with the stage for which it was replaced: that has not finished, or a kill
+    came while files were moved."""
     moving, state = _moves_in(run), _moves_in(run / REPLACED)
-    if moving is not None:
-        return list(moving.get("names", []))
-    return [] if state is None or _has_finished(run, state) else list(state["names"])
+    replaced = {} if state is None or _has_finished(run, state) else state
+    return {name: found["wanted"] for found in (replaced, moving or {}) for name in found.get("names", [])}
 
 
 def changing(run: Path, stored: str) -> list[str]:
@@ -127,7 +132,8 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
 def place(run: Path, source: Path, name: str) -> None:
     """Move what lies in a folder of ours to be a stage's: all of it, or with the next stage the rest."""
     (run / name / MANIFEST).unlink(missing_ok=True)  # that of the new one comes with it
-    _move(run, [(path, run / name / path.relative_to(source)) for path in files_in(source)], {"into": None})
+    moves = [(path, run / name / path.relative_to(source)) for path in files_in(source)]
+    _move(run, moves, {"into": None, "wanted": name, "names": [name]})
 
 
 def settle(run: Path) -> bool:

@@ -6,9 +6,10 @@ report.raise_problems()
 """
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 
-from toolkit.errors import Problem
+from toolkit.errors import Problem, ToolkitError
 from toolkit.rewards import ScorerContext
 from toolkit.runs.build import HELD_OUT, OF_TRAINING, about_slow, scored_prompts
 from toolkit.runs.check_data import DataCheck
@@ -27,7 +28,8 @@ def check(recipe: Recipe) -> Report:
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
     """
     report = check_stages(recipe, STAGES)
-    report = replace(report, notes=(*report.notes, *data_changed(recipe, recipe.plan.stages)))
+    with suppress(ToolkitError):  # of a damaged result, which the stage itself tells of
+        report = replace(report, notes=(*report.notes, *data_changed(recipe, recipe.plan.stages)))
     if recipe.plan.stages:
         return report
     remedy = f"Add a section: ppo: {{}} for its defaults, or another of {', '.join(STAGES)}."

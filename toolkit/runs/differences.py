@@ -40,6 +40,7 @@ _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _NAME_DATA = {f"{section}.{key}" for section in DATA_SECTIONS for key in ("train", "validation")}
 _TOLD = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
+COLLECTED = "collect/responses.jsonl"  # the source of a q stage, in its run
 SOURCES = "sources"  # key of a result: the SHA-256 of each file or folder of data that the stage read
 ABSENT = object()  # the value of a key that a recipe does not have
 Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
@@ -86,6 +87,11 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in filled | same}
 
 
+def digest_of(source: str, run: Path) -> str | None:
+    """As `source_digest`; of the responses that a run has collected those of this one."""
+    return source_digest(str(run / source) if source == COLLECTED else source)
+
+
 def changed_data(folder: Path) -> str:
     """Which data are not as the finished stage in a folder read them, as a sentence begins: "pairs.jsonl has changed".
 
@@ -94,7 +100,7 @@ def changed_data(folder: Path) -> str:
     """
     kept = (read_result(folder) or {}).get(SOURCES)
     then = kept if isinstance(kept, dict) else {}
-    now = {source: source_digest(source) for source in then}
+    now = {source: digest_of(source, folder.parent) for source in then}
     changed = [source for source, digest in now.items() if digest not in (None, then[source])]
     named = [*changed[:_TOLD], *([f"{len(changed) - _TOLD} more"] if len(changed) > _TOLD else [])]
     return f"{' and '.join(named)} {'has' if len(changed) == 1 else 'have'} changed" if changed else ""

@@ -45,18 +45,26 @@ def find_run(name: str, runs_dir: Path) -> Path:
     return folder
 
 
-def check_whole(run: Path, stage: str | None = None) -> None:
-    """That nothing of a run lies aside, as a kill leaves it, or this stage does not. Only commands that run a stage
-    bring it back: those who read a run change nothing there, and load what its own recipe names.
+def check_whole(run: Path, stages: Iterable[str] = STAGES) -> None:
+    """That none of these stages of a run lies aside, as a kill leaves them, and nothing is half moved. Only commands
+    that run a stage bring it back: those who read a run change nothing there, and load what its own recipe names.
 
     Raises:
-        ToolkitError: something does, or what is kept is damaged.
+        ToolkitError: something does, or is; or what is kept is damaged.
     """
-    left = [name for name in STAGES if name in {*aside.left_aside(run), *finished_before(run)}]
-    if (left if stage is None else stage in left) and owner_of(run) is None:
-        wrong = f"{run} keeps its earlier {listed(left)} aside: what was begun instead has not finished."
-        ways = "with $resume what was begun goes on, without it what is kept comes back"
-        raise ToolkitError(wrong, remedy=f'Run its {left[-1]} stage ($run, here "{run.name}"): {ways}.')
+    wanted = {stage: stage for stage in finished_before(run)} | aside.left_aside(run)
+    left, moving = [name for name in STAGES if name in wanted], aside.is_moving(run)
+    half = moving or (aside.is_run(run) and not (run / RECIPE_FILE).is_file())
+    if not left or not (half or {*left}.intersection(stages)) or owner_of(run) is not None:
+        return
+    wrong = f"{run} keeps its earlier {listed(left)} aside: what was begun instead has not finished."
+    if moving:
+        wrong = f"{run}: files of its {listed(left)} were being moved when a kill came."
+    places = (run, run / aside.REPLACED, run / aside.UNFINISHED)
+    recipe = next((place / RECIPE_FILE for place in places if (place / RECIPE_FILE).is_file()), "the recipe")
+    where = f'$run, here "{run.name}"' + (f"; $runs_dir, here {run.parent}" if run.parent != Path("runs") else "")
+    ways = "with $resume what was begun goes on, without it what is kept comes back"
+    raise ToolkitError(wrong, remedy=f"Run the {wanted[left[-1]]} stage of {recipe} in it ({where}): {ways}.")
 
 
 def no_such_run(name: str, runs_dir: Path) -> str:

@@ -7,12 +7,10 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback
 
-from toolkit import processes, reports
-from toolkit.data import source_digest
+from toolkit import phases, processes, reports
 from toolkit.models import save_level
 from toolkit.reports import Progress, ScoredPair, write_jsonl
-from toolkit.runs.build import RESPONSES_FILE
-from toolkit.runs.differences import SOURCES
+from toolkit.runs.differences import COLLECTED, SOURCES, digest_of
 from toolkit.runs.folder import finish
 from toolkit.runs.owned import SAMPLES_FILE
 from toolkit.runs.said import say
@@ -77,21 +75,26 @@ def how_it_ended(trainer: Any) -> dict[str, str]:
 
 
 def rows_read(recipe: Recipe, stage: str) -> dict[str, Any]:
-    """For the result how many rows could not be used, and why, and digests of what was read; which rows these are, and
-    which the stage has, in files."""
+    """For the result how many rows could not be used, and why; which these are, and which the stage has, in files."""
     folder, (task, *others) = recipe.stage_folder(stage), recipe.tasks_of(stage).values()
-    read: dict[str, Any] = {}
-    if task.left_out:  # else a task that reads no file
-        write_jsonl(folder / "left_out.jsonl", [row for one in (task, *others) for row in one.left_out_rows()])
-        write_jsonl(folder / "rows.jsonl", _rows_of(recipe, stage))
-        found = zip(("left_out", "left_out_prompts"), (task, *others), strict=False)
-        of_splits = {name: of.left_out.items() for name, of in found if of.left_out}
-        read = {name: {split: dict(reasons) for split, reasons in of} for name, of in of_splits.items()}
-    sources = {source: digest for one in (task, *others) for source, digest in one.read_from.items()}
-    collected = str(recipe.stage_folder("collect") / RESPONSES_FILE)
-    if stage == "q" and "q_data" not in recipe.values and (digest := source_digest(collected)):
-        sources[collected] = digest
-    return read | ({SOURCES: sources} if sources else {})
+    if not task.left_out:  # a task that reads no file
+        return {}
+    write_jsonl(folder / "left_out.jsonl", [row for one in (task, *others) for row in one.left_out_rows()])
+    write_jsonl(folder / "rows.jsonl", _rows_of(recipe, stage))
+    found = zip(("left_out", "left_out_prompts"), (task, *others), strict=False)
+    return {name: {split: dict(reasons) for split, reasons in of.left_out.items()} for name, of in found if of.left_out}
+
+
+def sources_read(recipe: Recipe, stage: str) -> dict[str, dict[str, str]]:
+    """For the result the SHA-256 of each file and folder of data that the stage has read, taken before it trains: of
+    those that change meanwhile it is that of before. Nothing of the hub's."""
+    named = sorted({source for task in recipe.tasks_of(stage).values() for source in task.read_from})
+    if stage == "q" and "q_data" not in recipe.values:
+        named.append(COLLECTED)
+    with phases.phase("digests of data"):
+        found = {source: digest_of(source, recipe.folder) for source in named}
+    digests = {source: digest for source, digest in found.items() if digest is not None}
+    return {SOURCES: digests} if digests else {}
 
 
 def _rows_of(recipe: Recipe, stage: str) -> list[dict[str, str]]:

@@ -29,7 +29,7 @@ from toolkit.runs.folder import finish
 from toolkit.runs.memory import weights_fit
 from toolkit.runs.owned import BEFORE_FILE
 from toolkit.runs.report_on_the_way import ReportAtEvaluations, evaluated_apart
-from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, write_up
+from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, sources_read, write_up
 from toolkit.runs.said import banner, say, say_shares, show_result, warn_of_other_weights
 from toolkit.sampling import Evaluation
 from toolkit.spec.plan import RESPONDING
@@ -51,11 +51,12 @@ def collect_stage(recipe: Recipe) -> dict[str, Any]:
     say_shares("collect", recipe.collect.batch_size)
     if (rows := recipe.task_of("collect").report()) is not None:
         say(f"data: {rows}")
+    sources = processes.by_main(lambda: sources_read(recipe, "collect"))
     collected = collect(recipe, folder / RESPONSES_FILE)
     result = figures(recipe, "collect", started, {}, collected)
 
     def write() -> dict[str, Any]:
-        whole = result | rows_read(recipe, "collect")
+        whole = result | rows_read(recipe, "collect") | sources
         finish(folder, whole)
         return whole
 
@@ -100,6 +101,7 @@ def _trained(
     if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
         say_shares(stage, _rows_of_step(trainer))
     cut = say_rows(recipe, stage, trainer)
+    sources = processes.by_main(lambda: sources_read(recipe, stage))
     stock = isinstance(trainer, StockPPOTrainer)
     trainer.started = started
     for earlier in recipe.plan.needs(stage) if getattr(trainer, "roles", None) is not None else ():
@@ -128,7 +130,7 @@ def _trained(
         with phases.phase("answers after" if stage in RESPONDING else "measure after"), kept:
             after, responses_after = _measure(recipe, stage, trainer)
         _tell(trainer, after, responses_after)
-        result = figures(recipe, stage, started, before, after) | of_training(trainer, progress) | ended
+        result = figures(recipe, stage, started, before, after) | of_training(trainer, progress) | ended | sources
         if responses_after and (measured := len(responses_after.responses)) != result["rows"].get("held out"):
             result["rows"]["test"] = measured
         if so_far.apart:

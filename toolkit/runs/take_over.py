@@ -36,6 +36,8 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         ToolkitError: the folder cannot be written, or a kill has left a stage aside there.
     """
     other = replace(recipe, run=source)
+    if is_run_name(source):
+        check_whole(other.folder, ())
     if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
         if not is_run_name(source):
             _refuse_path(recipe, source)
@@ -51,7 +53,7 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         if way.get("resume") and work_of(recipe.stage_folder(stage)):
             said.append(f"{stage} goes on here.")
         elif problem is not None:
-            check_whole(other.folder, stage)
+            check_whole(other.folder, [stage])
             said.append(f"{stage} is run anew: {problem}.")
             refused += 1
         else:

@@ -93,7 +93,7 @@ class DividedSteps(TrainerHooks):
             self._step = _Step(before, self.tokens_read, zero)
         step = self._step
         try:
-            with processes.agreed(now=ends), own_randomness(self.state.global_step, len(step.parts)):
+            with processes.agreed(now=ends), own_randomness(self.args.seed, self.state.global_step, len(step.parts)):
                 loss, part = self._own_rows(model, inputs, num_items_in_batch, at=len(step.parts))
         except BaseException:
             self._step = None

@@ -92,7 +92,7 @@ class PPOTrainer(PPOLoop):
 
     def _keys(self, prompts: list[list[int]]) -> Tensor:
         keys = []
-        for prompt in map(tuple, prompts):
+        for prompt in (tuple(map(int, ids)) for ids in prompts):
             keys.append(key_of("response", self.args.seed, self.state.global_step, prompt, self._answered[prompt]))
             self._answered[prompt] += 1
         return torch.tensor(keys)
@@ -181,8 +181,10 @@ class PPOTrainer(PPOLoop):
         differ = [name for name in held if any(one[name] != of_all[0][name] for one in of_all)]
         if differ:
             wrong = f"at update {self.state.global_step + 1} the processes do not have the same {' and '.join(differ)}."
-            remedy = "Let all processes do what one alone does there, such as a callback that draws random numbers, or "
-            remedy += "share its result with toolkit.processes.by_main."
+            remedy = (
+                "Let all processes do what one alone does there, as by a callback that changes weights, or share its "
+            )
+            remedy += "result with toolkit.processes.by_main."
             with processes.agreed():  # told once
                 raise SelfCheckError(wrong, remedy=remedy)
 
@@ -333,7 +335,7 @@ class PPOTrainer(PPOLoop):
     def _backward_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
         """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch, each process a share of them."""
         count = float(experience.response_mask[rows].sum())
-        where = self.state.global_step, self._ppo_epoch
+        where = self.args.seed, self.state.global_step, self._ppo_epoch
 
         def attempt(size: int) -> dict[str, float]:
             own: dict[str, float] = defaultdict(float)

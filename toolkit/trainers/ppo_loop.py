@@ -229,6 +229,7 @@ class PPOLoop(SharedBaseTrainer):
     def _write_checkpoint(self) -> Path:
         folder = super()._write_checkpoint()
         self._write_warnings()  # those of another course go with its lines
+        self._answered.clear()  # what goes on from the checkpoint begins without, too
         return folder
 
     def _tell(self, new: list[dict[str, Any]]) -> None:
@@ -362,6 +363,7 @@ class PPOLoop(SharedBaseTrainer):
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
         self._passed_over, self._left_out = state["passed_over"], state["left_out"]
         self.score_shaper.moments = Moments(**state["scores"])
+        self._answered.clear()
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
         self._shown, self._end_due = state["shown"], state["end_due"]

@@ -196,11 +196,20 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         warnings.warn(wrong, stacklevel=3)
 
 
+def _given(settings: Mapping[str, Any], name: str) -> Any:
+    """A setting; of the value role's optimizer what null stands for."""
+    of_value = name.startswith("value_") and settings[name] is None
+    return settings[name.removeprefix("value_") if of_value else name]
+
+
 def check_same_settings(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Warn where a run goes on with others than `then`, of those of `settings_of`; a CheckpointError if it cannot."""
     others = {name: (then[name], new) for name, new in now.items() if then.get(name, new) != new}
-    if name := next((name for name in _FIXED if name in others), None):
-        before, new = others[name]
+    for name in (name for name in _FIXED if name in now):
+        before, new = _given(then, name), _given(now, name)
+        if before == new:
+            others.pop(name, None)
+            continue
         wrong = f"{checkpoint} is of a run with {name} {before}, and here it is {new}: it cannot change within a run."
         raise CheckpointError(wrong, remedy="Set the old value again, or begin a new run.")
     if others:

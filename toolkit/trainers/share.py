@@ -26,14 +26,14 @@ def own_rows(rollout: Rollout, rows: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def own_randomness(*where: Any) -> Iterator[None]:
-    """Inside, each of several processes draws its own numbers, as for the dropout of adapters; what they share is
-    afterwards as it was. `where` tells one place of a run from another."""
+def own_randomness(seed: int, *where: Any) -> Iterator[None]:
+    """Inside, each of several processes draws its own numbers, as for the dropout of adapters, by the seed of the run
+    and by what tells one place of it from another; afterwards its generators are as they were."""
     if processes.count() == 1:
         yield
         return
     with kept_random_states():
-        torch.manual_seed(key_of(int(torch.randint(2**62, ())), processes.rank(), where))
+        torch.manual_seed(key_of("dropout", seed, processes.rank(), where))
         yield
 
 
