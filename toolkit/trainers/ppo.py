@@ -181,10 +181,8 @@ class PPOTrainer(PPOLoop):
         differ = [name for name in held if any(one[name] != of_all[0][name] for one in of_all)]
         if differ:
             wrong = f"at update {self.state.global_step + 1} the processes do not have the same {' and '.join(differ)}."
-            remedy = (
-                "Let all processes do what one alone does there, as by a callback that changes weights, or share its "
-            )
-            remedy += "result with toolkit.processes.by_main."
+            remedy = "Let all processes do what one alone does there, as by a callback that changes weights, or share "
+            remedy += "its result with toolkit.processes.by_main."
             with processes.agreed():  # told once
                 raise SelfCheckError(wrong, remedy=remedy)
 
