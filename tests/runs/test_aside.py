@@ -82,7 +82,8 @@ def test_what_a_notebook_replaces_goes_once_all_of_its_model_is_saved(run):
      '{"into": null, "moves": [["../mine.txt", "ppo/mine.txt"]], "names": ["ppo"], "wanted": "ppo"}',
      '{"into": ".replaced", "moves": [], "names": ["../x"], "wanted": "ppo"}',
      '{"into": ".replaced", "moves": [], "names": ["ppo"], "wanted": "ppo", "last_saved": ["../x"]}',
-     '{"into": ".replaced", "moves": [], "names": ["ppo"], "wanted": 5}', '{"into": ".replaced", "moves": []}'],
+     '{"into": ".replaced", "moves": [], "names": ["ppo"], "wanted": 5}',
+     '{"into": null, "moves": [], "names": ["ppo"]}', '{"into": ".replaced", "moves": []}'],
 )  # fmt: skip
 def test_a_list_of_moves_that_is_damaged_moves_nothing(stored, text, run):
     write(run / stored, {".moves.json": text, "../mine.txt": "mine"})
@@ -129,7 +130,7 @@ def test_who_reads_a_run_brings_nothing_back(moves, names, run):
         write(run, {".moves.json": json.dumps(journal), ".unfinished/recipe.yaml": OTHERS})
     before = content(run)
     of = "sft and ppo" if "sft" in names else "ppo"
-    why = rf"run: files of its {of} were being moved" if moves else f"run keeps its earlier {of} aside: "
+    why = "run: files were being moved there" if moves else f"run keeps its earlier {of} aside: "
     told = rf"{why}.*Run the ppo stage of .*/run/recipe.yaml in it .*here \"run\"; .*, here {run.parent}\)"
     with pytest.raises(ToolkitError, match=told):
         check_whole(run)
@@ -161,9 +162,13 @@ def test_a_run_is_found_where_a_kill_has_left_its_recipe(run):
 def test_what_lies_aside_is_told_while_another_stage_is_placed(run):
     begin_anew(run)
     moves = [[".taken/metrics.jsonl", "sft/metrics.jsonl"]]
-    write(run, {".moves.json": json.dumps({"into": None, "wanted": "sft", "names": ["sft"], "moves": moves})})
-    with pytest.raises(ToolkitError, match="files of its sft and ppo were being moved when a kill came"):
+    write(run, {".moves.json": json.dumps({"into": None, "moves": moves})})
+    told = "files were being moved there when a kill came. Run {} of .*/recipe.yaml in it .*: {}"
+    with pytest.raises(ToolkitError, match=told.format("the ppo stage", "with resume=True what was begun goes on")):
         check_whole(run)
+    shutil.rmtree(run / aside.REPLACED)
+    with pytest.raises(ToolkitError, match=told.format("a stage", "which moves the rest")):
+        check_whole(run, ["sft"])
 
 
 def test_the_stage_that_is_to_be_run_is_the_one_that_was_begun(run):

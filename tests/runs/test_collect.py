@@ -69,7 +69,7 @@ def test_a_collection_has_the_rows_of_the_prompts_that_it_answers(tmp_path, chec
         recipe.stage_folder(stage).mkdir(parents=True)
         read = rows_read(recipe, stage)
         assert sorted(read) == ["left_out"]
-        named = {*sources.values(), *(["collect/responses.jsonl"] if stage == "q" else [])}
+        named = {*sources.values(), *(["the run's collect/responses.jsonl"] if stage == "q" else [])}
         assert set(sources_read(recipe, stage)["sources"]) == named
         responses.write_text("collected")
         lines = [json.loads(line) for line in (recipe.stage_folder(stage) / "rows.jsonl").read_text().splitlines()]

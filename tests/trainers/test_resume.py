@@ -222,6 +222,15 @@ def test_a_loop_of_ones_own_that_begins_anew_leaves_the_course_of_an_earlier_try
     assert newest_whole(tmp_path, say=pytest.fail).name == "checkpoint-1"
 
 
+def test_what_is_sampled_after_a_checkpoint_is_what_a_run_samples_that_goes_on_from_it(tmp_path):
+    made = make(ppo, tmp_path, max_steps=2, save_strategy="no")
+    a_step(made)
+    batch = next(made.batches())
+    said = made.generate(batch).response_ids
+    made.save_checkpoint()
+    assert made.generate(batch).response_ids == said
+
+
 def test_a_loop_of_ones_own_goes_on_in_the_files_of_its_checkpoint(tmp_path):
     """And `train` after it, with the coefficient that it has set."""
     make(ppo, tmp_path, max_steps=2, logging_steps=1).train()

@@ -80,6 +80,8 @@ def _is_whole(state: dict[str, Any], *, stored: bool) -> bool:
         return False
     if any(state.get(key) not in (None, *_STORES) for key in ("into", "from")):
         return False
+    if names and wanted is None:
+        return False
     pairs = all(isinstance(move, list) and len(move) == 2 for move in moves)
     wanted = [] if wanted is None else [wanted]
     if not pairs or not all(map(_is_moved, chain.from_iterable(moves))):
@@ -132,8 +134,7 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
 def place(run: Path, source: Path, name: str) -> None:
     """Move what lies in a folder of ours to be a stage's: all of it, or with the next stage the rest."""
     (run / name / MANIFEST).unlink(missing_ok=True)  # that of the new one comes with it
-    moves = [(path, run / name / path.relative_to(source)) for path in files_in(source)]
-    _move(run, moves, {"into": None, "wanted": name, "names": [name]})
+    _move(run, [(path, run / name / path.relative_to(source)) for path in files_in(source)], {"into": None})
 
 
 def settle(run: Path) -> bool:

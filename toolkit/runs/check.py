@@ -28,8 +28,9 @@ def check(recipe: Recipe) -> Report:
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
     """
     report = check_stages(recipe, STAGES)
-    with suppress(ToolkitError):  # of a damaged result, which the stage itself tells of
-        report = replace(report, notes=(*report.notes, *data_changed(recipe, recipe.plan.stages)))
+    for stage in recipe.plan.stages:
+        with suppress(ToolkitError):  # of a damaged result, which the stage itself tells of
+            report = replace(report, notes=(*report.notes, *data_changed(recipe, [stage])))
     if recipe.plan.stages:
         return report
     remedy = f"Add a section: ppo: {{}} for its defaults, or another of {', '.join(STAGES)}."

@@ -40,7 +40,7 @@ _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _NAME_DATA = {f"{section}.{key}" for section in DATA_SECTIONS for key in ("train", "validation")}
 _TOLD = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
-COLLECTED = "collect/responses.jsonl"  # the source of a q stage, in its run
+COLLECTED = "the run's collect/responses.jsonl"  # as a source of its q stage
 SOURCES = "sources"  # key of a result: the SHA-256 of each file or folder of data that the stage read
 ABSENT = object()  # the value of a key that a recipe does not have
 Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
@@ -89,7 +89,7 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
 
 def digest_of(source: str, run: Path) -> str | None:
     """As `source_digest`; of the responses that a run has collected those of this one."""
-    return source_digest(str(run / source) if source == COLLECTED else source)
+    return source_digest(str(run / "collect/responses.jsonl") if source == COLLECTED else source)
 
 
 def changed_data(folder: Path) -> str:

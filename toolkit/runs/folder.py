@@ -55,16 +55,19 @@ def check_whole(run: Path, stages: Iterable[str] = STAGES) -> None:
     wanted = {stage: stage for stage in finished_before(run)} | aside.left_aside(run)
     left, moving = [name for name in STAGES if name in wanted], aside.is_moving(run)
     half = moving or (aside.is_run(run) and not (run / RECIPE_FILE).is_file())
-    if not left or not (half or {*left}.intersection(stages)) or owner_of(run) is not None:
+    if not (half or {*left}.intersection(stages)) or owner_of(run) is not None:
         return
-    wrong = f"{run} keeps its earlier {listed(left)} aside: what was begun instead has not finished."
-    if moving:
-        wrong = f"{run}: files of its {listed(left)} were being moved when a kill came."
+    wrong = f"{run}: files were being moved there when a kill came."
+    if left and not moving:
+        wrong = f"{run} keeps its earlier {listed(left)} aside: what was begun instead has not finished."
     places = (run, run / aside.REPLACED, run / aside.UNFINISHED)
     recipe = next((place / RECIPE_FILE for place in places if (place / RECIPE_FILE).is_file()), "the recipe")
     where = f'$run, here "{run.name}"' + (f"; $runs_dir, here {run.parent}" if run.parent != Path("runs") else "")
-    ways = "with $resume what was begun goes on, without it what is kept comes back"
-    raise ToolkitError(wrong, remedy=f"Run the {wanted[left[-1]]} stage of {recipe} in it ({where}): {ways}.")
+    stage, way = "a stage", "which moves the rest"
+    if left:
+        stage = f"the {wanted[left[-1]]} stage"
+        way = "with $resume what was begun goes on, without it what is kept comes back"
+    raise ToolkitError(wrong, remedy=f"Run {stage} of {recipe} in it ({where}): {way}.")
 
 
 def no_such_run(name: str, runs_dir: Path) -> str:

@@ -70,12 +70,12 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
 def _refuse_path(recipe: Recipe, source: str) -> None:
     """Raises a RecipeError where a run is named by its path, or its name is that of one here."""
     path = Path(os.path.expanduser(source))
-    named, elsewhere = path.name, path.resolve().parent != recipe.runs_dir.resolve()
-    if elsewhere and (path / RECIPE_FILE).is_file():
+    named, is_run = path.name, os.path.isfile(path / RECIPE_FILE)  # False of what no disk takes for a name
+    if is_run and path.resolve().parent != recipe.runs_dir.resolve():
         wrong = f'"{source}" is a path, and a run is taken from by its name, in the same folder of runs as the new one.'
         remedy = f'Name the run, here "{named}", with its folder: $from_run, and $runs_dir, here {path.parent}.'
         raise RecipeError(wrong, remedy=f"{remedy} The new run is written there, too.")
-    if (recipe.runs_dir / named / RECIPE_FILE).is_file():
+    if os.path.isfile(recipe.runs_dir / named / RECIPE_FILE):
         raise RecipeError(f'"{source}" is a path.', remedy=f'Name the run: $from_run, here "{named}".')
 
 

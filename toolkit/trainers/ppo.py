@@ -78,7 +78,7 @@ class PPOTrainer(PPOLoop):
         """One response to each prompt of a batch from `dataloader` or a `PromptCollator`.
 
         What is sampled depends on the policy, `seed`, the update, the prompt, and how many responses to it the update
-        has had: on nothing else in the batch, and on no random numbers that are drawn elsewhere.
+        has had since the last checkpoint: on nothing else in the batch, and on no random numbers that others draw.
 
         Args:
             do_sample: whether it is sampled or decoded greedily; None for `rollout_do_sample`.

@@ -229,7 +229,12 @@ class PPOLoop(SharedBaseTrainer):
     def _write_checkpoint(self) -> Path:
         folder = super()._write_checkpoint()
         self._write_warnings()  # those of another course go with its lines
-        self._answered.clear()  # what goes on from the checkpoint begins without, too
+        return folder
+
+    def save_checkpoint(self) -> Path:
+        """As of every trainer. What a loop samples after it is what one samples that goes on from it."""
+        folder = super().save_checkpoint()
+        self._answered.clear()
         return folder
 
     def _tell(self, new: list[dict[str, Any]]) -> None:
