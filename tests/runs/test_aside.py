@@ -66,13 +66,17 @@ def begin_anew(run, *, finished=False):
 
 def test_what_a_notebook_replaces_goes_once_all_of_its_model_is_saved(run):
     aside.make_room(run, ["ppo", "eval"], wanted="ppo")
+    write(run, {"recipe.yaml": "new recipe"})
     owned.begin(run / "ppo")
     aside.train_by_hand(run, ["policy/role.json", "value/role.json"])
     for name in ("policy/adapter_config.json", "policy/role.json", "value/adapter_config.json"):
         write(run / "ppo", {name: "{}"})
     assert aside.settle(run) and (run / aside.REPLACED / "ppo" / RESULT_FILE).is_file()  # a kill while it saved
+    with pytest.raises(ToolkitError, match="keeps its earlier ppo aside"):
+        check_whole(run)
     write(run / "ppo", {"value/role.json": "{}"})
-    assert not aside.settle(run) and not (run / aside.REPLACED).exists()
+    check_whole(run)  # which deletes nothing
+    assert (run / aside.REPLACED).exists() and not aside.settle(run) and not (run / aside.REPLACED).exists()
 
 
 @pytest.mark.parametrize("stored", ["", aside.REPLACED, aside.UNFINISHED])

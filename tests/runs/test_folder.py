@@ -400,6 +400,10 @@ def test_a_stage_that_lies_aside_in_the_other_run_is_no_reason_to_run_it_anew(tm
         take_over(second, "chat", ["sft"])
     with pytest.raises(RecipeError, match="nothing can be taken"):  # nor does reward come back by itself
         take_over(second, "chat", ["q"])
+    moving = {"into": None, "moves": [[".taken/policy/role.json", "q/policy/role.json"]]}
+    (first.folder / ".moves.json").write_text(json.dumps(moving))
+    with pytest.raises(ToolkitError, match="files were being moved there when a kill came"):
+        take_over(second, "chat", ["q"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are text there")
@@ -440,6 +444,11 @@ def test_a_stage_that_a_kill_has_left_aside_is_not_trained_anew_in_silence(tmp_p
     other = chat_recipe(tmp_path, checkpoint, "reward_data.train=other.jsonl", **sections)
     claim(other, "reward", overwrite=True)  # and a kill
     second = chat_recipe(tmp_path, checkpoint, name="second", **sections)
+    moving = first.folder / ".moves.json"
+    moving.write_text('{"into": null, "moves": []}')
+    with pytest.raises(ToolkitError, match="files were being moved there when a kill came"):
+        take_over(second, "chat", ["sft"])  # which may be half of one
+    moving.unlink()
     assert take_over(second, "chat", ["sft"]) == [f"sft is taken from {first.stage_folder('sft')}."]
     with pytest.raises(ToolkitError, match="chat keeps its earlier reward aside"):
         take_over(second, "chat", ["sft", "reward"])

@@ -282,9 +282,9 @@ def test_two_commands_do_not_write_to_one_run(tmp_path, checkpoint, monkeypatch)
 
 def test_what_a_stage_leaves_is_sealed(tmp_path, checkpoint):
     recipe = recipe_of(tmp_path, checkpoint)
-    stages.run(recipe, "ppo")
+    read = stages.run(recipe, "ppo")["sources"]
     folder = recipe.stage_folder("ppo")
-    assert damage(folder) is None
+    assert damage(folder) is None and read.keys() == {recipe.values["data"]["train"]}
     for name in ("policy/adapter_model.safetensors", "value/adapter_model.safetensors", "policy/adapter_config.json"):
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -65,8 +65,9 @@ def test_a_response_is_sampled_by_seed_update_prompt_and_how_many_it_had(tmp_pat
     assert said(other, 2, 0) == [first[2], first[0]]
     torch.manual_seed(5)
     assert said(other, 1, 2, 2, 1) == [first[1], again[0], again[2], again[1]]
-    ours.state.global_step += 1
-    of_all = [*first, *again, *said(ours, 0, 1, 2), *said(made(seed=1), 0, 1, 2)]
+    later = made()
+    later.state.global_step = 1
+    of_all = [*first, *again, *said(later, 0, 1, 2), *said(made(seed=1), 0, 1, 2)]
     assert len({*map(tuple, of_all)}) == len(of_all)
 
 
