@@ -456,7 +456,7 @@ def raised(error):
 
 
 def test_a_terminal_that_lacks_a_sign_is_told_all_the_same(monkeypatch):
-    monkeypatch.setattr("toolkit.spec.load.about", lambda name: "before → after")
+    monkeypatch.setattr("toolkit.spec.find.about", lambda name: "before → after")
     done = CliRunner(charset="cp1252").invoke(app, ["recipes"])
     assert done.exit_code == 0 and r"before \u2192 after" in done.stdout
     assert CliRunner(charset="iso8859-5").invoke(app, ["--help"]).exit_code == 0  # whose signs nothing replaces

@@ -1,6 +1,8 @@
 """A package imports only from the floors below it."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import toolkit
@@ -111,12 +113,19 @@ def test_trl_is_known_where_contributing_says():
 
 
 def test_functional_knows_torch_alone():
-    import sys
-
     for path in (ROOT / "functional").glob("*.py"):
         for name in imports(path):
             top = name.split(".")[0]
             assert top in ("torch", "toolkit") or top in sys.stdlib_module_names, f"{path}: {name}"
+
+
+def test_recipes_are_listed_without_a_library():
+    """Which take five seconds to import."""
+    script = "import sys; from toolkit.cli import app; app(['recipes'], standalone_mode=False); print(*sys.modules)"
+    listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    *recipes, modules = listed.splitlines()
+    assert any(line.startswith("doubling ") for line in recipes)
+    assert {"torch", "transformers", "datasets", "omegaconf"}.isdisjoint(modules.split())
 
 
 def test_roles_are_switched_in_one_place():

@@ -58,8 +58,11 @@ def main(version: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-def command(example: str, *, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function a command of its name, its docstring the help, with `--debug` beside its own options."""
+def command(
+    example: str, *, name: str | None = None, loads: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a command of its name, its docstring the help, with `--debug` beside its own options; one that
+    `loads` no library answers at once."""
     shown = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", envvar=_DEBUG)]
     debug_option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=shown)
 
@@ -71,7 +74,7 @@ def command(example: str, *, name: str | None = None) -> Callable[[Callable[...,
             resumable = "resume" in arguments and not inner
             # A shell expands no ~ after "=", nor within quotes.
             paths = {name: Path(os.path.expanduser(x)) for name, x in arguments.items() if isinstance(x, Path)}
-            how = {"divided": "processes" in arguments, "of_recipe": "recipe" in arguments}
+            how = {"loads": loads, "divided": "processes" in arguments, "of_recipe": "recipe" in arguments}
             with _interruptible(), _debugged(debug), _errors(debug, resumable=resumable, inner=inner, **how):
                 function(**{**arguments, **paths})
 
@@ -142,10 +145,12 @@ def _in_a_line(
 
 
 @contextmanager
-def _errors(debug: bool, *, resumable: bool, inner: bool, divided: bool, of_recipe: bool) -> Iterator[None]:
+def _errors(
+    debug: bool, *, resumable: bool, inner: bool, loads: bool, divided: bool, of_recipe: bool
+) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
     try:
-        _begin(divided)
+        _begin(loads=loads, divided=divided)
         yield
         if sys.stdout is not None:  # as it is where it was closed
             sys.stdout.flush()
@@ -234,12 +239,13 @@ def _say_of_the_system(error: OSError, *, resumable: bool, inner: bool) -> int:
     return 1
 
 
-def _begin(divided: bool) -> None:
+def _begin(*, loads: bool, divided: bool) -> None:
     if divided:
         from toolkit.processes import take_card
 
         take_card()
-    _import_quietly()
+    if loads:
+        _import_quietly()
 
 
 def _import_quietly() -> None:

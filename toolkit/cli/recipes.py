@@ -8,10 +8,10 @@ import typer
 from toolkit.cli.command import IN_SHELL, Overrides, RecipeName, Run, RunsDir, command
 
 
-@command("toolkit recipes", name="recipes")
+@command("toolkit recipes", name="recipes", loads=False)
 def list_recipes() -> None:
     """List the shipped recipes."""
-    from toolkit.spec.load import about
+    from toolkit.spec.find import about
     from toolkit.spec.shipped import names
 
     width = max(map(len, names()))

@@ -15,8 +15,8 @@ from toolkit.disk import read_text
 from toolkit.reports import read_result
 from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
-from toolkit.spec.load import check_yaml
 from toolkit.spec.plan import section
+from toolkit.spec.read import check_yaml
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
 from toolkit.spec.shipped import as_shipped

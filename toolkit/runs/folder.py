@@ -22,7 +22,7 @@ from toolkit.runs.differences import Changes, changed_data, changes, described, 
 from toolkit.runs.lock import owner_of
 from toolkit.runs.longer import drop_evaluation, finished_before, stages_as_they_were
 from toolkit.runs.owned import BEFORE_FILE, EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
-from toolkit.spec.load import is_run_name
+from toolkit.spec.find import is_run_name
 from toolkit.spec.plan import RESPONDING, STAGES, at, by_trl, section
 from toolkit.spec.recipe import Recipe
 

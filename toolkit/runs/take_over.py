@@ -16,7 +16,7 @@ from toolkit.runs import aside
 from toolkit.runs.differences import changed_data, changes, described
 from toolkit.runs.folder import check_outputs, check_whole, claim, finish, finished, listed, work_of
 from toolkit.runs.owned import RECIPE_FILE
-from toolkit.spec.load import is_run_name
+from toolkit.spec.find import is_run_name
 from toolkit.spec.recipe import Recipe
 
 
