@@ -18,7 +18,7 @@ from tests.data.test_sources import file, read
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, chat_template, data_digest, sources
 from toolkit.data.rows import as_dataset
-from toolkit.data.sources import has_splits, is_hub_id
+from toolkit.data.source_kinds import has_splits, is_hub_id
 from toolkit.errors import DataError
 from toolkit.time_limit import time_limit
 

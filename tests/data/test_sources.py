@@ -20,7 +20,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from toolkit.data import read_rows, sources
 from toolkit.data.messages import messages_of_row
-from toolkit.data.sources import check_part_settings, has_splits, is_hub_id, source_digest
+from toolkit.data.source_kinds import check_part_settings, has_splits, is_hub_id, source_digest
 from toolkit.errors import DataError
 
 

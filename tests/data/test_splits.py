@@ -19,7 +19,7 @@ from tests.data.test_sources import file, read
 from tests.tiny_runs import byte_tokenizer
 from toolkit import recipes
 from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, sources
-from toolkit.data.sources import has_splits
+from toolkit.data.source_kinds import has_splits
 from toolkit.errors import DataError, RecipeError
 
 CARD = "---\nlicense: mit\n---\n# Prompts\n"

@@ -25,7 +25,8 @@ from toolkit.data.rated import RatedResponses, check_rated
 from toolkit.data.rollouts import Rollout, concatenate, select
 from toolkit.data.rows import parts_of, values_of
 from toolkit.data.rules import check_rules, instruction, keeps, share_kept
-from toolkit.data.sources import read_rows, source_digest
+from toolkit.data.source_kinds import source_digest
+from toolkit.data.sources import read_rows
 from toolkit.data.task import Kind, Task
 
 TASKS: dict[str, type[Task]] = {

@@ -28,8 +28,8 @@ from toolkit.data.rows import (
     renamed,
     tables_of,
 )
+from toolkit.data.source_kinds import Source
 from toolkit.data.source_task import SplitTask
-from toolkit.data.sources import Source
 from toolkit.errors import DataError, did_you_mean
 
 Made = Literal["other_prompt", "cut"]

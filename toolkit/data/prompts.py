@@ -23,8 +23,8 @@ from toolkit.data.messages import (
 )
 from toolkit.data.pairs import read_sides
 from toolkit.data.rows import SHOWN, Split, Unusable, as_dataset, each_of, present
+from toolkit.data.source_kinds import Source, names_of
 from toolkit.data.source_task import SplitTask
-from toolkit.data.sources import Source, names_of
 from toolkit.errors import DataError
 
 

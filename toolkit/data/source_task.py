@@ -24,7 +24,8 @@ from toolkit.data.rows import (
     usable_rows,
     with_first,
 )
-from toolkit.data.sources import Source, check_part_settings, has_splits, names_of, read_rows
+from toolkit.data.source_kinds import Source, check_part_settings, has_splits, names_of
+from toolkit.data.sources import read_rows
 from toolkit.data.task import Task
 from toolkit.errors import DataError
 

@@ -3,35 +3,36 @@
 Nothing is unpickled and no code of a data set is run.
 """
 
-import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
-from typing import Any
+from stat import S_ISDIR
 
 from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
-from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import get_cached_repo_tree, snapshot_download
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
 from toolkit import hub, phases
 from toolkit.data.files import READERS, Row, listed, numbered, reason, shown
+from toolkit.data.source_kinds import (
+    SAVED,
+    Source,
+    check_regular,
+    files_in,
+    is_downloaded,
+    may_be_hub_id,
+    mode_of,
+    names_of,
+    nearest,
+    path_of,
+)
 from toolkit.errors import DataError, within
 
-Source = str | list[str]
-PART_SETTINGS = ("subset", "name", "split", "validation_split")
-"""What selects a part of a source. A file has none of them, and a saved `DatasetDict` splits alone."""
-_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # of save_to_disk
-# The last are of a hub's older data sets, and of a model; datasets passes over them, too.
-_WITHOUT_ROWS = (*_SAVED, "dataset_infos.json", "config.json")
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # What datasets says where a configuration is missing or unknown.
 _CONFIGURATIONS = re.compile(r"(?:the available configs: |not found\. Available: )\[(.*)\]")
 
@@ -58,11 +59,11 @@ def read_rows(
         subset: `data_dir` of a hub id, or of the folder of one; or several, read one after the other.
         name: of the configuration of a hub id or such a folder, where it has several.
     """
-    path = _path(source)
+    path = path_of(source)
     accepted = f"Name a {', '.join(READERS)} file, a folder that save_to_disk or hf download wrote, or a hub id."
     parts = names_of(subset) if subset is not None else [None]
     with within(field):
-        mode = _mode(path) if source.strip() else None
+        mode = mode_of(path) if source.strip() else None
         if mode is not None and S_ISDIR(mode) and not is_downloaded(source):
             yield from _read_folder(path, split, own_split)
         elif mode is not None and S_ISDIR(mode):
@@ -75,149 +76,16 @@ def read_rows(
             if mode is None:
                 wrong = f"{shown(str(path))}: there is no such file."
                 looked = "" if path.is_absolute() else f"; it was looked for in {Path.cwd()}"
-                raise DataError(wrong, remedy=_nearest(path) or f"Check the path{looked}.")
-            _check_regular(path)
+                raise DataError(wrong, remedy=nearest(path) or f"Check the path{looked}.")
+            check_regular(path)
             yield from READERS[path.suffix.lower()](path)
         elif mode is not None:
             raise DataError(f'{shown(str(path))} ends in "{path.suffix}", which is not read.', remedy=accepted)
-        elif not _may_be_hub_id(source):
-            raise DataError(f'there is no "{shown(source)}".', remedy=f"{_nearest(path)} {accepted}".strip())
+        elif not may_be_hub_id(source):
+            raise DataError(f'there is no "{shown(source)}".', remedy=f"{nearest(path)} {accepted}".strip())
         else:
             for part in parts:
                 yield from _rows_of(_from_hub(source, part, name), source, part, split, own_split)
-
-
-def _path(source: str) -> Path:
-    """The path of a source; `~` of nobody stays as it is."""
-    return Path(os.path.expanduser(source))
-
-
-def _mode(path: Path) -> int | None:
-    """What kind of file a path is, as `stat` has it; None where there is nothing."""
-    try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:  # a name that is too long or has a zero in it, a folder that may not be read
-        why = error.strerror if isinstance(error, OSError) else error
-        wrong = f"{shown(str(path))}: cannot be opened ({why})."
-        raise DataError(wrong, remedy="Check its name and permissions.") from error
-
-
-def _check_regular(path: Path) -> None:
-    """Raises DataError for a pipe or a device, which would be waited for without end."""
-    mode = _mode(path)
-    if mode is not None and not S_ISREG(mode) and not S_ISDIR(mode):
-        raise DataError(f"{path}: neither a file nor a folder, but a pipe or a device.", remedy="Save it as a file.")
-
-
-def source_digest(source: str) -> str | None:
-    """SHA-256 of a source's file, or of the files with rows in its folder, as they are: nothing is decoded.
-
-    None of a hub id, and of what cannot be read.
-    """
-    path, sha256 = _path(source), hashlib.sha256()
-    try:
-        files = [path] if path.is_file() else sorted(_with_rows_below(path))
-        for file in files:
-            sha256.update(os.fsencode(os.path.relpath(file, path)))
-            with file.open("rb") as content:
-                sha256.update(hashlib.file_digest(content, "sha256").digest())
-    except (OSError, ValueError):
-        return None
-    return sha256.hexdigest() if files else None
-
-
-def _with_rows_below(folder: Path) -> Iterator[Path]:
-    def fails(error: OSError) -> None:
-        raise error
-
-    for place, folders, names in os.walk(folder, onerror=fails):
-        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        # Beside rows that were saved datasets keeps what others have computed of them.
-        arrow = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
-        yield from (path for name in [*_files_in(names), *arrow] if (path := Path(place, name)).is_file())
-
-
-def names_of(source: Source | None) -> list[str]:
-    """The sources that a setting names."""
-    return source if isinstance(source, list) else [] if source is None else [source]
-
-
-def has_splits(source: Source) -> bool:
-    """Whether each source may bring a held-out part of its own: a hub id, the folder of one, a saved `DatasetDict`."""
-    return all(os.path.lexists(_path(one) / "dataset_dict.json") or is_of_hub(one) for one in names_of(source))
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether the hub is asked for the source: nothing here has that name, and a hub id may have it."""
-    path = _path(source)
-    return not os.path.exists(path) and path.suffix.lower() not in READERS and _may_be_hub_id(source)
-
-
-def _may_be_hub_id(source: str) -> bool:
-    """Whether datasets would ask the hub: "json" and the like are its own readers, of all files of a folder."""
-    return bool(_HUB_ID.fullmatch(source)) and source not in _PACKAGED_DATASETS_MODULES
-
-
-def is_of_hub(source: str) -> bool:
-    """Whether the source is a hub id, or the folder of one."""
-    return is_hub_id(source) or is_downloaded(source)
-
-
-def is_downloaded(source: str) -> bool:
-    """Whether a folder is one that datasets finds its way in, as in a data set of the hub.
-
-    It is if `hf download` wrote it, which leaves its mark, or if no file lies in it that could be named in its place:
-    of several that do, datasets would pass over those of another kind than most without a word.
-    """
-    try:
-        path = _path(source)
-        if not path.is_dir() or any(os.path.lexists(path / name) for name in ("dataset_dict.json", "state.json")):
-            return False
-        return (path / ".cache" / "huggingface").is_dir() or not _files_in(os.listdir(path))
-    except (OSError, ValueError):  # reading it says why
-        return False
-
-
-def _files_in(names: list[str]) -> list[str]:
-    """Those of the names that a file with rows may have."""
-    return [name for name in names if Path(name).suffix.lower() in READERS and Path(name).name not in _WITHOUT_ROWS]
-
-
-def sources_of(setting: str, data: Mapping[str, Any]) -> list[str]:
-    """The sources among the settings of a task of which one of `PART_SETTINGS` selects a part."""
-    train, held_out = (names_of(data.get(field)) for field in ("train", "validation"))
-    of_one = {"split": train, "validation_split": held_out or train}
-    return of_one.get(setting, [*train, *held_out])
-
-
-def has_part(setting: str, source: str) -> bool:
-    """Whether a source may have what one of `PART_SETTINGS` selects."""
-    return is_of_hub(source) if setting in ("subset", "name") else has_splits(source)
-
-
-def check_part_settings(data: Mapping[str, Any]) -> None:
-    """Raises DataError if one of `PART_SETTINGS` is among a task's settings, and none of its sources has such parts."""
-    wrong: dict[str, list[str]] = {}
-    for setting in PART_SETTINGS:
-        sources = sources_of(setting, data)
-        if data.get(setting) is not None and not any(has_part(setting, source) for source in sources):
-            has = "a hub id has that" if setting in ("subset", "name") else "a hub id or a DatasetDict has splits"
-            why = f"would have no effect: only {has}, and {' and '.join(map(shown, sources))} is none."
-            wrong.setdefault(why, []).append(setting)
-    for why, settings in wrong.items():
-        raise DataError(f"{' and '.join(settings)} {why}", field=settings[0], remedy="Remove it.")
-
-
-def _nearest(path: Path) -> str:
-    """`Did you mean data/x.jsonl?`, or nothing."""
-    try:
-        names = os.listdir(path.parent)
-    except (OSError, ValueError):
-        return ""
-    near = get_close_matches(path.name, names, n=1, cutoff=0.6)
-    return f"Did you mean {path.parent / near[0]}?" if near else ""
 
 
 def _holds_an_object(path: Path) -> bool:
@@ -231,8 +99,8 @@ def _read_folder(path: Path, split: str, own_split: str | None) -> Iterator[Row]
     try:
         inside = sorted(path.iterdir())
         for entry in [*inside, *(below for folder in inside if folder.is_dir() for below in folder.iterdir())]:
-            _check_regular(entry)
-            if entry.name in _SAVED and not _holds_an_object(entry):
+            check_regular(entry)
+            if entry.name in SAVED and not _holds_an_object(entry):
                 raise DataError(
                     f"{entry}: not a JSON object, which save_to_disk writes.", remedy="Save the data again."
                 )
@@ -250,7 +118,7 @@ def _read_folder(path: Path, split: str, own_split: str | None) -> Iterator[Row]
     except PermissionError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).", remedy="Check its permissions.") from error
     except Exception as error:  # of datasets and pyarrow, as the damage has it
-        raise _no_folder(path, error, _files_in([entry.name for entry in inside])) from error
+        raise _no_folder(path, error, files_in([entry.name for entry in inside])) from error
 
 
 def _no_folder(path: Path, error: Exception, files: list[str]) -> DataError:
@@ -275,7 +143,7 @@ def _from_folder(path: Path, subset: str | None, name: str | None) -> DatasetDic
         if remedy := hub.way_to_cache(error):
             raise DataError(f"{path} cannot be read ({reason(why)}).", remedy=remedy) from error
         below = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
-        refused = _no_folder(path, why, _files_in(below))
+        refused = _no_folder(path, why, files_in(below))
         if remedy := _without_settings(subset, name):
             refused.add_remedy(remedy)
         raise refused from error
@@ -311,7 +179,7 @@ def _tell_unread(path: Path, subset: str | None) -> None:
     read = {os.path.realpath(name) for name in _data_files(whole, subset)}  # the folder may be a link
     below = (entry.relative_to(whole) for entry in Path(whole, subset or "").rglob("*"))
     shown_to_it = (entry for entry in below if not any(part.startswith((".", "__")) for part in entry.parts))
-    files = _files_in(sorted(map(str, shown_to_it)))
+    files = files_in(sorted(map(str, shown_to_it)))
     if unread := [name for name in files if os.path.realpath(os.path.join(whole, name)) not in read]:
         one = len(unread) == 1
         told = f"{path}: {listed(unread)} {'is' if one else 'are'} not read: datasets passes over files of another kind"
@@ -340,7 +208,7 @@ def _from_hub(source: str, subset: str | None, name: str | None) -> DatasetDict:
             raise DataError(wrong, remedy=f"{again} {_without_settings(subset, name)}".strip()) from error
         if host:
             wrong = f'"{source}" is no file here and not in the cache of the hub, and {host} does not answer.'
-        otherwise = f"{_nearest(Path(source))} Name files in its place.".strip()
+        otherwise = f"{nearest(Path(source))} Name files in its place.".strip()
         remedy = hub.way_to(source, error, otherwise=otherwise, of_data=True)
         raise DataError(wrong, remedy=f"{remedy} {_without_settings(subset, name)}".strip()) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data import TASKS
-from toolkit.data.sources import PART_SETTINGS, has_part, is_downloaded, sources_of
+from toolkit.data.source_kinds import PART_SETTINGS, has_part, is_downloaded, sources_of
 from toolkit.errors import RecipeError
 from toolkit.rewards.function import beside
 from toolkit.settings import fits
