@@ -43,6 +43,11 @@ def of_a_disk(error: Exception) -> bool:
     return isinstance(error, OSError | SafetensorError) or (type(error) is Exception and "(os error " in str(error))
 
 
+def is_full(error: BaseException | None) -> bool:
+    """Whether a write met a disk, or a quota, that is full."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+
+
 def check_file(path: Path | None) -> None:
     """That a file can be written, which comes at the end of an hour perhaps, or a ToolkitError; None for no file."""
     if path is not None:

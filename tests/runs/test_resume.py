@@ -74,6 +74,22 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys, monke
     assert stages.run(recipe, "ppo", resume=True) == result  # finished: not repeated
 
 
+def test_a_full_disk_says_how_a_stage_goes_on(tmp_path, checkpoint, monkeypatch):
+    recipe, opened = chat(tmp_path, checkpoint), Path.open
+    metrics = recipe.stage_folder("ppo") / "metrics.jsonl"
+
+    def full(file, mode="r", *args, **named):
+        if mode == "a" and file == metrics and (metrics.parent / "checkpoint-2").is_dir():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(file, mode, *args, **named)
+
+    wrong = r"metrics.jsonl: cannot be written \(No space left.*Then go on with resume=True\.$"
+    with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=wrong):
+        patch.setattr(Path, "open", full)
+        stages.run(recipe, "ppo")
+    assert stages.run(recipe, "ppo", resume=True)["resumed_at"] == [2]
+
+
 def test_other_held_out_rows_are_found_before_anything_is_trained(tmp_path, checkpoint):
     held_out = tmp_path / "held_out.jsonl"
     lines = PAIRS.read_text(encoding="utf-8").splitlines()

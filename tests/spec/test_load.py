@@ -1,4 +1,5 @@
 import os
+import shutil
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -786,6 +787,9 @@ def test_the_recipe_of_a_run_elsewhere_is_no_new_one(tmp_path):
     with pytest.raises(RecipeError, match="is the recipe of the run mine in .*elsewhere, and the runs are"):
         recipes.load(folder / "recipe.yaml", runs_dir=tmp_path)
     assert recipes.load(folder / "recipe.yaml", runs_dir=tmp_path / "elsewhere").run == "mine"
+    (folder / ".replaced").mkdir()
+    aside = shutil.copy(folder / "recipe.yaml", folder / ".replaced")  # as a kill may leave it
+    assert recipes.load(aside, runs_dir=tmp_path / "elsewhere").run == "mine"
     for option in (("--runs-dir", str(tmp_path / "elsewhere")), ("--run", "new")):
         done = CliRunner().invoke(app, ["show", str(folder / "recipe.yaml"), *option])
         assert done.exit_code == 0 and "some/checkpoint" in done.stdout

@@ -64,7 +64,7 @@ def whole_folder(folder: str | Path, *, goes_on_from: int | None = None) -> Iter
         if not (aside / MANIFEST).is_file():  # what is sealed may be the only one
             shutil.rmtree(aside, ignore_errors=True)  # what it takes may be the room that is lacking
         wrong = f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched."
-        raise CheckpointError(wrong, remedy="Make room there, then resume.") from error
+        raise CheckpointError(wrong, remedy="Make room there.") from error
 
 
 def _give_name(aside: Path) -> None:

@@ -40,7 +40,6 @@ from toolkit.spec.recipe import Recipe
 from toolkit.trainers.same_run import check_alike, check_frozen, check_same_run, frozen_digests, identity
 
 BEGUN_FILE = "begun_with.json"  # beside the partial file
-_WAY_ON = "Make room, then go on with $resume."
 
 
 def partial_file(folder: Path) -> Path:
@@ -122,7 +121,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
 def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
     """Batches of `number` responses that a partial file holds; what a kill left of another is cut off. One that has
     its name already, where the kill came before the result, is partial again."""
-    with writing(path, _WAY_ON):
+    with writing(path):
         if path.is_file() and not partial.exists():
             path.rename(partial)
         partial.touch()
@@ -144,7 +143,7 @@ def _begun_with(now: dict[str, Any], partial: Path, *, anew: bool) -> None:
 
 def _save_state(state: dict[str, Any], partial: Path, batches: int) -> None:
     folder = partial.parent
-    with writing(partial, _WAY_ON):
+    with writing(partial):
         sync(partial)  # a state of batches that a power cut took would score those after them otherwise
     with whole_folder(folder / f"{CHECKPOINT}{batches}") as new:
         write_state(new, state)
@@ -166,7 +165,7 @@ def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
 
 
 def _finish(partial: Path, path: Path) -> None:
-    with writing(path, _WAY_ON):
+    with writing(path):
         sync(partial)
         partial.replace(path)
         partial.with_name(BEGUN_FILE).unlink(missing_ok=True)

@@ -17,7 +17,6 @@ from transformers import set_seed
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from toolkit import phases, processes, reports
-from toolkit.checkpoints import checkpoints_in
 from toolkit.data import data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, within
@@ -172,8 +171,7 @@ def say_rows(recipe: Recipe, stage: str, trainer: Any) -> dict[str, dict[str, in
 
 
 def _save_model(trainer: Any, folder: Path) -> None:
-    way_on = "go on with $resume" if checkpoints_in(folder) else "begin anew with $overwrite"
-    with writing(folder, f"Make room, then {way_on}."):
+    with writing(folder):
         trainer.save_model(str(folder))
 
 

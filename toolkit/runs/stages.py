@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
-from toolkit.disk import RESULT_FILE
+from toolkit.disk import RESULT_FILE, is_full
 from toolkit.errors import IN_PYTHON, CheckpointError, ConfigError, RecipeError, ToolkitError
 from toolkit.reports import Progress, read_json
 from toolkit.rewards import code_digests
@@ -257,10 +257,22 @@ def run(
                     say(f"{old} {repeats}")
             goes_on = resume and stage != "collect"
             checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
-            with card_holds(recipe, stage):
+            with _disk_holds(recipe, stage), card_holds(recipe, stage):
                 if stage == "collect":
                     return collect_stage(recipe)
                 return train_stage(recipe, stage, checkpoint, callbacks=callbacks, **others)
+
+
+@contextmanager
+def _disk_holds(recipe: Recipe, stage: str) -> Iterator[None]:
+    """Inside, an error of a full disk says how the stage goes on."""
+    try:
+        yield
+    except ToolkitError as error:
+        way = way_on(recipe, stage) if is_full(error.__cause__) else ""
+        if way:
+            error.add_remedy(f"Then {'go on' if way == 'resume' else 'begin anew'} with ${way}.")
+        raise
 
 
 _OF_JUDGE = " (judge)"  # as `made_with` names what a judge is made of

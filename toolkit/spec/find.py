@@ -70,10 +70,12 @@ def named(name: str | os.PathLike[str] | Mapping[str, Any], run: str | None, run
         path, own = Path(f"{run}.yaml"), run
     else:
         path = find(name)
-        # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
-        kept = path.name == "recipe.yaml" and path.resolve().parent.parent == runs.resolve()
-        own = path.resolve().parent.name if kept else path.stem
         folder = path.resolve().parent
+        if path.name == "recipe.yaml" and folder.name.startswith("."):  # what a kill has left aside in a run folder
+            folder = folder.parent
+        # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
+        kept = path.name == "recipe.yaml" and folder.parent == runs.resolve()
+        own = folder.name if kept else path.stem
         if run is None and not kept and path.name == "recipe.yaml" and any(folder.glob(f"*/{MANIFEST}")):
             wrong = f"{path} is the recipe of the run {folder.name} in {folder.parent}, and the runs are in {runs}."
             raise RecipeError(wrong, remedy="Give that folder as $runs_dir, or name a new run: $run.")
