@@ -76,10 +76,10 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys, monke
 
 def test_a_full_disk_says_how_a_stage_goes_on(tmp_path, checkpoint, monkeypatch):
     recipe, opened = chat(tmp_path, checkpoint), Path.open
-    metrics = recipe.stage_folder("ppo") / "metrics.jsonl"
+    metrics, begun_at = recipe.stage_folder("ppo") / "metrics.jsonl", "checkpoint-2"
 
     def full(file, mode="r", *args, **named):
-        if mode == "a" and file == metrics and (metrics.parent / "checkpoint-2").is_dir():
+        if mode == "a" and file == metrics and (metrics.parent / begun_at).is_dir():
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(file, mode, *args, **named)
 
@@ -87,7 +87,13 @@ def test_a_full_disk_says_how_a_stage_goes_on(tmp_path, checkpoint, monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=wrong):
         patch.setattr(Path, "open", full)
         stages.run(recipe, "ppo")
-    assert stages.run(recipe, "ppo", resume=True)["resumed_at"] == [2]
+    result = stages.run(recipe, "ppo", resume=True)
+    assert result["resumed_at"] == [2]
+    begun_at = "."
+    with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=r"No space left .* can be written\.$"):
+        patch.setattr(Path, "open", full)
+        stages.run(recipe, "ppo", overwrite=True)  # before it has saved anything to go on from
+    assert stages.run(recipe, "ppo") == result
 
 
 def test_other_held_out_rows_are_found_before_anything_is_trained(tmp_path, checkpoint):

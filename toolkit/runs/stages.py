@@ -104,7 +104,11 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
         back = processes.by_main(lambda: [name for name, path in results.items() if path.is_file()])
         writers.take_from_finished(recipe, back)
         if not ours:
-            yield None
+            try:
+                yield None
+            except ToolkitError as error:
+                _add_way_on(error, recipe, stage)
+                raise
             return
         result = recipe.stage_folder(stage) / RESULT_FILE
         earlier = _of_file(result)
@@ -118,6 +122,8 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
                     sentence = restore(recipe.folder)
             if sentence and isinstance(error, ToolkitError):
                 error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
+            if isinstance(error, ToolkitError):
+                _add_way_on(error, recipe, stage)
             if isinstance(error, KeyboardInterrupt | BrokenPipeError | MemoryError | RuntimeError):
                 done = _of_file(result) not in (None, earlier) or (not way.get("overwrite") and finished(recipe, stage))
                 ended = "finished" if done else ""
@@ -126,6 +132,12 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
                 with suppress(OSError):  # a closed pipe may be what ended it
                     say(sentence)
             raise
+
+
+def _add_way_on(error: ToolkitError, recipe: Recipe, stage: str) -> None:
+    """An error of a full disk says how the stage goes on once there is room."""
+    if is_full(error.__cause__) and (way := way_on(recipe, stage)):
+        error.add_remedy(f"Then {'go on' if way == 'resume' else 'begin anew'} with ${way}.")
 
 
 def _of_file(path: Path) -> tuple[int, int] | None:
@@ -257,22 +269,10 @@ def run(
                     say(f"{old} {repeats}")
             goes_on = resume and stage != "collect"
             checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
-            with _disk_holds(recipe, stage), card_holds(recipe, stage):
+            with card_holds(recipe, stage):
                 if stage == "collect":
                     return collect_stage(recipe)
                 return train_stage(recipe, stage, checkpoint, callbacks=callbacks, **others)
-
-
-@contextmanager
-def _disk_holds(recipe: Recipe, stage: str) -> Iterator[None]:
-    """Inside, an error of a full disk says how the stage goes on."""
-    try:
-        yield
-    except ToolkitError as error:
-        way = way_on(recipe, stage) if is_full(error.__cause__) else ""
-        if way:
-            error.add_remedy(f"Then {'go on' if way == 'resume' else 'begin anew'} with ${way}.")
-        raise
 
 
 _OF_JUDGE = " (judge)"  # as `made_with` names what a judge is made of
