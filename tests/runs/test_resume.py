@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,9 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys, monke
     assert stages.run(recipe, "ppo", resume=True) == result  # finished: not repeated
 
 
-def test_a_full_disk_says_how_a_stage_goes_on(tmp_path, checkpoint, monkeypatch):
+@pytest.mark.parametrize("in_another", [False, True])
+def test_a_full_disk_says_how_a_stage_goes_on(in_another, tmp_path, checkpoint, monkeypatch):
+    """By itself, and run by the command of a later stage."""
     recipe, opened = chat(tmp_path, checkpoint), Path.open
     metrics, begun_at = recipe.stage_folder("ppo") / "metrics.jsonl", "checkpoint-2"
 
@@ -86,6 +89,8 @@ def test_a_full_disk_says_how_a_stage_goes_on(tmp_path, checkpoint, monkeypatch)
     wrong = r"metrics.jsonl: cannot be written \(No space left.*Then go on with resume=True\.$"
     with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=wrong):
         patch.setattr(Path, "open", full)
+        if in_another:
+            patch.setattr(stages, "at_work", lambda *_: nullcontext(False))
         stages.run(recipe, "ppo")
     result = stages.run(recipe, "ppo", resume=True)
     assert result["resumed_at"] == [2]
