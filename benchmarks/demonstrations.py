@@ -592,8 +592,8 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def gain(gains: Sequence[float], digits: int = 3) -> str:
-    """The mean of what seeds gained, with its 95 % interval by Student's distribution: of another seed with the same
-    prompts. Nothing of none."""
+    """The mean of what seeds gained, with the 95 % interval of the mean over such seeds by Student's distribution.
+    Nothing of none."""
     if not gains:
         return ""
     mean, freedom = statistics.mean(gains), len(gains) - 1
