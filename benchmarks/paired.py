@@ -43,8 +43,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
 def bootstrap(differences: Tensor, *, kept: Tensor | None = None) -> tuple[float, float]:
     """95 % percentile interval of the mean of `differences` (S, N), where seeds and pairs are both drawn anew.
 
-    Both are drawn: the question is what such seeds give on such pairs in the mean. Of three seeds that differ by far more
-    than a seed's standard error the interval is their range, which holds the mean three times in four only.
+    Both are drawn: the question is what such seeds give on such pairs in the mean. Of three seeds that differ by far
+    more than a seed's standard error the interval is their range, which holds the mean three times in four only.
 
     Args:
         differences: one row a seed, one column a pair.
