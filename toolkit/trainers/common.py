@@ -283,6 +283,11 @@ class SamplingTrainer(RoleTrainer):
         super().check_checkpoint(checkpoint, state)
         check_frozen(state["own"]["frozen"], self.frozen)
 
+    def push_to_hub(self, *arguments: Any, **named: Any) -> Any:
+        """transformers', which would upload the whole folder of the stage, its records of responses too: refused."""
+        wrong = "push_to_hub would upload all that the stage has written, its rollouts too, and no adapter at its root."
+        raise ToolkitError(wrong, remedy="Upload what toolkit export writes, with hf upload.")
+
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """transformers', of a model's outputs: refused."""
         wrong = "predict gives what a model says of rows, and this trainer is measured by its responses to prompts."
