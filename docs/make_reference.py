@@ -64,8 +64,13 @@ _ELSEWHERE = {
 }
 
 
-# transformers' words are of a batch on each device, and ours is the whole run's.
-_BATCH_OF_PPO = {
+# Where TRL's and transformers' words are of their own loops: of a batch on each device, where ours is the whole run's.
+_OF_PPO = {
+    "bf16": "Whether passes are in bfloat16. A recipe's are as `base.dtype` says, where it does not say.",
+    "fp16": "Whether passes are in float16, with a loss scaler. A recipe's are as `base.dtype` says, where it does not "
+    "say.",
+    "local_rollout_forward_batch_size": "A forward pass without gradient, of log-probabilities, values or scores, has "
+    "room for so many of the longest rows.",
     "per_device_train_batch_size": "This × `gradient_accumulation_steps` is the number of prompts of a batch, in the "
     "whole run, whatever the number of processes. A forward pass of a step has room for so many of the longest rows.",
     "gradient_accumulation_steps": "`per_device_train_batch_size` × this is the number of prompts of a batch, in the "
@@ -97,9 +102,9 @@ def described(owner: type) -> dict[str, str]:
 
 def helped(owner: type) -> dict[str, str]:
     """What the metadata of a dataclass's fields say; argparse's `%%` is a per cent sign."""
-    helps = {}
+    helps, ours = {}, declared(owner)
     for f in fields(owner) if is_dataclass(owner) else ():
-        needs = f.metadata.get("only_with", {}).items()
+        needs = ours[f.name].only_with.items() if f.name in ours else ()
         condition = [f"With {other}: {str(needed).lower()}." for other, needed in needs]
         helps[f.name] = " ".join([*condition, _sentence(f.metadata.get("help", ""))]).replace("%%", "%")
     return {name: text for name, text in helps.items() if text}
@@ -112,7 +117,7 @@ def _cell(text: str) -> str:
 def table(owner: type, names: Iterable[str]) -> list[str]:
     """A markdown table of some fields of a class: name, type, default, what it is."""
     types, defaults = owner_fields(owner), owner_defaults(owner)
-    texts = {**helped(owner), **described(owner), **(_BATCH_OF_PPO if owner is PPOConfig else {})}
+    texts = {**helped(owner), **described(owner), **(_OF_PPO if owner is PPOConfig else {})}
     lines = ["| field | type | default | what |", "|---|---|---|---|"]
     for name in names:
         default = f"`{as_yaml(defaults[name])}`" if name in defaults else ""

@@ -47,6 +47,20 @@ _LARGEST = 2.0**63  # of a number: what torch holds in an int64
 _INHERITED = {name: allowed for allowed, names in _NAMES.items() for name in names.split()}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What `setting` was told of a field, beside its help."""
+
+    default: Any
+    allowed: Range | None
+    only_with: Mapping[str, Any]
+    in_trl_loop: bool
+
+
+# Not in the fields' metadata, all of which transformers' HfArgumentParser hands to argparse.
+_DECLARED: dict[Field[Any], Setting] = {}
+
+
 def setting(
     default: Any,
     help: str,
@@ -64,23 +78,24 @@ def setting(
         only_with: what other settings have to be for this one to have an effect.
         in_trl_loop: of the ppo stage: whether `loop: trl` knows it, though TRL's class does not have it.
     """
-    metadata = {"help": help, "allowed": allowed, "only_with": only_with or {}, "in_trl_loop": in_trl_loop}
-    return field(default=default, metadata=metadata)
+    made: Field[Any] = field(default=default, metadata={"help": help})
+    _DECLARED[made] = Setting(default, allowed, only_with or {}, in_trl_loop)
+    return made
 
 
 hints_of: Callable[[Any], Mapping[str, Any]] = cache(get_type_hints)
 """The types of a class's fields, evaluated once."""
 
 
-def declared(owner: type) -> dict[str, Field[Any]]:
+def declared(owner: type) -> dict[str, Setting]:
     """The fields of a class that were declared by `setting`."""
-    return {f.name: f for f in fields(owner) if "allowed" in f.metadata} if is_dataclass(owner) else {}
+    return {f.name: _DECLARED[f] for f in fields(owner) if f in _DECLARED} if is_dataclass(owner) else {}
 
 
 def range_of(owner: type, name: str) -> Range | None:
     """The numbers that a field of a class may be; None where that is not known."""
     ours = declared(owner)
-    return ours[name].metadata["allowed"] if name in ours else _INHERITED.get(name)
+    return ours[name].allowed if name in ours else _INHERITED.get(name)
 
 
 @cache
@@ -141,7 +156,7 @@ def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:
             problems.append(Problem(f"must be {allowed.words}{or_null}, got {value!r}.", name))
         else:
             said = name in ours and value != ours[name].default
-            needs = ours[name].metadata["only_with"] if said else {}
+            needs = ours[name].only_with if said else {}
             lacking = {key: want for key, want in needs.items() if values.get(key, ours[key].default) != want}
             as_yaml = (f"{key}: {str(want).lower()}" for key, want in lacking.items())
             problems += [Problem(f"would have no effect without {text}.", name) for text in as_yaml]

@@ -4,32 +4,33 @@ import pytest
 import torch
 
 from toolkit.settings import declared
-from toolkit.spec.refused import _INSTEAD, _NO_CAST, _NO_UPLOADS, _READ_BY_PPO, OF_NO_RECIPE, WITHOUT_EFFECT
+from toolkit.spec.refused import OF_NO_RECIPE
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.spec.stage import check_stage
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
-from toolkit.trainers.trl_compat import HAS_PPO, TRLPPOConfig
+from toolkit.trainers.trl_compat import HAS_PPO, PPOFields, TRLPPOConfig
+from toolkit.trainers.unread import INSTEAD, NO_CAST, NO_UPLOADS, OF_THE_RUN, READ_BY_PPO, UNREAD_BY_Q
 
 
 def test_the_lists_name_real_fields():
     names = {f.name for f in fields(TRLPPOConfig)}
-    assert names >= _READ_BY_PPO and names >= OF_NO_RECIPE.keys()
-    assert names & _INSTEAD.keys() == (_INSTEAD if HAS_PPO else {**_NO_UPLOADS, **_NO_CAST}).keys()
-    assert not _READ_BY_PPO & (_INSTEAD.keys() | OF_NO_RECIPE.keys() | declared(PPOConfig).keys())
-    assert WITHOUT_EFFECT["q"].keys() <= {f.name for f in fields(QConfig)}
+    assert names >= READ_BY_PPO and names >= OF_THE_RUN == OF_NO_RECIPE.keys()
+    assert names & INSTEAD.keys() == (INSTEAD if HAS_PPO else {**NO_UPLOADS, **NO_CAST}).keys()
+    assert not READ_BY_PPO & (INSTEAD.keys() | OF_THE_RUN | declared(PPOConfig).keys())
+    assert UNREAD_BY_Q.keys() <= {f.name for f in fields(QConfig)}
 
 
 def test_every_field_of_ppo_is_read_or_refused():
     every = {f.name for f in fields(PPOConfig) if f.init}
     problems = check_stage("ppo", dict.fromkeys(every))
     unread = {p.field.removeprefix("ppo.") for p in problems if p.wrong.startswith("would have no effect")}
-    kept = _READ_BY_PPO | declared(PPOConfig).keys() | OF_NO_RECIPE.keys()
+    kept = READ_BY_PPO | PPOFields.__annotations__.keys() | declared(PPOConfig).keys() | OF_THE_RUN
     assert unread | kept == every and not unread & kept
 
 
 def test_fields_that_trls_class_no_longer_has_are_refused_with_the_same_reasons():
-    assert {p.field for p in check_stage("ppo", dict.fromkeys(_INSTEAD, 1))} == {f"ppo.{name}" for name in _INSTEAD}
+    assert {p.field for p in check_stage("ppo", dict.fromkeys(INSTEAD, 1))} == {f"ppo.{name}" for name in INSTEAD}
 
 
 def test_trls_dead_fields_are_refused_each_with_a_reason():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import TrainerCallback
 
-from tests.tiny_models import shared_base
+from tests.tiny_models import shared_base, tiny_model
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, trainer
 from toolkit.data import doubling
 from toolkit.errors import CheckpointError, ConfigError, DataError, RewardError, ToolkitError
+from toolkit.models import save_role
 from toolkit.reports import Progress
 from toolkit.trainers import common
 from toolkit.trainers.ppo import PPOTrainer
@@ -186,6 +188,23 @@ def test_what_is_no_batch(tmp_path):
     for given in (["hello"], {"input_ids": torch.ones(1, 2, dtype=torch.long)}):
         with pytest.raises(DataError, match="a batch of a collator is needed, and this is a (list|dict) without"):
             ours.generate(given)
+
+
+def test_the_arguments_of_trls_trainer(tmp_path):
+    with pytest.raises(ToolkitError, match=r"^model and data_collator: arguments of TRL's own .* Give roles, a Shared"):
+        PPOTrainer(config(tmp_path), doubling.tokenizer(), model=None, train_dataset=dataset(), data_collator=None)
+
+
+def test_a_script_of_ones_own_as_the_page_has_it(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```python\n(from peft .*?)^```", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    save_role(shared_base(), "reward", tmp_path / "my-reward", pad_token_id=0, base_name="x")
+    made = {"model": tiny_model("llama"), "tokenizer": doubling.tokenizer(), "path": "models/x"}
+    exec(lines, made | {"args": config("out"), "train_dataset": dataset(), "eval_dataset": dataset(1)})
+    assert {one.name for one in Path("my-policy").iterdir() if one.is_dir()} == {"policy", "value"}
+    saved = json.loads(Path("my-policy/policy/adapter_config.json").read_text(encoding="utf-8"))
+    assert saved["base_model_name_or_path"] == "models/x" and saved["r"] == 16
 
 
 def test_predictions_are_none_of_its(tmp_path):

@@ -1,12 +1,16 @@
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
+from transformers import HfArgumentParser
 
 from tests.tiny_models import needs_trl_loop
 from tests.trainers.helpers import config
 from toolkit.errors import ConfigError
 from toolkit.functional import KL_ESTIMATORS
+from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.unread import INSTEAD
 
 TOGETHER = (
     "min_response_length — above 1 it needs short_response_penalty or drop_short_responses, and each of these needs it "
@@ -105,6 +109,29 @@ def test_the_words_are_those_of_the_maths():
             "kl_horizon — with 10 the 50 responses of one update can take kl_coef to 0 and below. It counts responses: "
             "take thousands.",
         ),
+        (
+            {"push_to_hub": True},
+            "push_to_hub — would have no effect: transformers cannot upload a folder of weights per role; upload what "
+            "toolkit export writes.",
+        ),
+        *(
+            ({name: value}, f"{name} — would have no effect: the toolkit's PPO loop does not read it.")
+            for name, value in {
+                "remove_unused_columns": False,
+                "torch_compile": True,
+                "label_names": ["labels"],
+                "debug": "underflow_overflow",
+                "accelerator_config": {"split_batches": True},
+            }.items()
+        ),
+        *(
+            pytest.param({name: value}, f"{name} — would have no effect: {why}.", marks=needs_trl_loop)
+            for name, value, why in (
+                ("stop_token", "eos", INSTEAD["stop_token"]),
+                ("num_sample_generations", 0, INSTEAD["num_sample_generations"]),
+                ("batch_size", 8, "a batch is per_device_train_batch_size × gradient_accumulation_steps"),
+            )
+        ),
     ],
 )
 def test_bad_values(changes, message, tmp_path):
@@ -129,16 +156,20 @@ def test_bad_values(changes, message, tmp_path):
         ({"cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None."),
         ({"cliprange_high": 0.28}, "cliprange_high — would have no effect with loop: trl, which has none."),
         ({"rollouts_shown": 0}, "rollouts_shown — would have no effect with loop: trl, which has none."),
-        ({"stop_token_id": 5}, "stop_token_id — would have no effect with loop: trl, which has none."),
+        ({"stop_token_id": 5}, "stop_token_id — would have no effect: TRL's loop does not read it."),
         (
             {"num_sample_generations": 3},
-            "num_sample_generations — would have no effect with loop: trl, which has none.",
+            "num_sample_generations — would have no effect: TRL's loop does not read it.",
         ),
-        ({"eval_on_start": True}, "eval_on_start — would have no effect with loop: trl, which has none."),
+        ({"eval_on_start": True}, "eval_on_start — would have no effect: TRL's loop does not read it."),
         ({"max_grad_norm": 0.5}, "max_grad_norm — would have no effect with loop: trl, which clips no gradients."),
-        ({"eval_strategy": "epoch"}, "eval_strategy — would have no effect with loop: trl, which has none."),
+        ({"eval_strategy": "epoch"}, "eval_strategy — would have no effect: TRL's loop does not read it."),
+        (
+            {"metric_for_best_model": "score"},
+            "metric_for_best_model — would have no effect: TRL's loop does not read it.",
+        ),
         *(
-            ({name: value}, f"{name} — would have no effect with loop: trl, which has none.")
+            ({name: value}, f"{name} — would have no effect: TRL's loop does not read it.")
             for name, value in {
                 **dict.fromkeys(("world_size", "local_batch_size", "micro_batch_size", "local_mini_batch_size"), 4),
                 **dict.fromkeys(("model_adapter_name", "ref_adapter_name"), "x"),
@@ -151,6 +182,9 @@ def test_bad_values(changes, message, tmp_path):
                 "logging_nan_inf_filter": False,
                 "bf16_full_eval": True,
                 "include_for_metrics": ["loss"],
+                "eval_delay": 2,
+                "hub_model_id": "me/x",
+                "save_only_model": True,
             }.items()
         ),
         (
@@ -161,6 +195,25 @@ def test_bad_values(changes, message, tmp_path):
 )
 def test_values_that_trls_loop_lacks(changes, message, tmp_path):
     test_bad_values({"loop": "trl", **changes}, message, tmp_path)
+
+
+def test_what_nobody_gave_is_not_refused_in_a_copy(tmp_path):
+    args = config(tmp_path, eval_strategy="steps", eval_steps=2)
+    assert replace(args, kl_coef=0.1).kl_coef == 0.1
+
+
+@pytest.mark.parametrize("owner", STAGE_CLASSES.values())
+def test_a_script_can_take_its_arguments_from_the_command_line(owner, tmp_path):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--learning_rate", "0.5"]
+    assert HfArgumentParser(owner).parse_args_into_dataclasses(words)[0].learning_rate == 0.5
+
+
+def test_arguments_of_every_type_that_ours_has(tmp_path):
+    words = f"--output_dir {tmp_path} --use_cpu --bf16 false --kl_target 6 --value shared --max_length 9 "
+    words += "--kl_estimator full --no_whiten_advantages --use_score_scaling --cliprange 0.5"
+    args = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(words.split())[0]
+    assert (args.kl_target, args.value, args.max_length, args.kl_estimator) == (6.0, "shared", 9, "full")
+    assert (args.whiten_advantages, args.use_score_scaling, args.cliprange) == (False, True, 0.5)
 
 
 def test_all_bad_values_are_in_one_error(tmp_path):

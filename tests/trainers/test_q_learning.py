@@ -279,6 +279,11 @@ def test_a_cut_response_goes_on_where_the_recipe_says_so(tmp_path):
             "lowest_return — -2.0 has to be below highest_return, which is -2.0.",
         ),
         ({"conservative_coef": 0.0}, "lowest_return — would have no effect without conservative_coef, and without"),
+        (
+            {"neftune_noise_alpha": 5.0},
+            "neftune_noise_alpha — would have no effect: states and targets have to be those",
+        ),
+        ({"remove_unused_columns": True}, "remove_unused_columns — would have no effect: the collator takes"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path, changes, message):

@@ -114,9 +114,11 @@ def test_a_reward_that_was_taught_beyond_the_end_is_refused(tmp_path):
 @pytest.mark.parametrize(("penalty", "name"), [(None, "score"), (3.0, "shaped_score")])
 def test_a_score_from_which_trl_has_taken_a_penalty_is_called_so(penalty, name):
     theirs = {"objective/scores": -1.0, "objective/kl": 0.5, "loss/policy_avg": 0.1, "loss/value_avg": 0.2,
-              "policy/approxkl_avg": 0.3, "policy/clipfrac_avg": 0.4, "val/clipfrac_avg": 0.6}  # fmt: skip
+              "policy/approxkl_avg": 0.3, "policy/clipfrac_avg": 0.4, "val/clipfrac_avg": 0.6, "val/ratio": 1.1,
+              "lr": 0.7, "objective/entropy": 0.8, "objective/rlhf_reward": 0.9, "val/num_eos_tokens": 5}  # fmt: skip
     ours = {name: -1.0, "kl": 0.5, "policy_loss": 0.1, "value_loss": 0.2, "approx_kl": 0.3, "clip_fraction": 0.4,
-            "value_clip_fraction": 0.6}  # fmt: skip
+            "value_clip_fraction": 0.6, "ratio": 1.1, "learning_rate": 0.7, "entropy": 0.8,
+            "rlhf_reward": 0.9}  # fmt: skip
     logs = dict(theirs)
     _InOurNames().on_log(SimpleNamespace(missing_eos_penalty=penalty), None, None, logs)
     assert logs == theirs | ours

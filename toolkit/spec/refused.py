@@ -1,12 +1,8 @@
 """What is refused in a stage's section whatever its value, by field, each with the reason."""
 
-from dataclasses import fields
-from inspect import get_annotations
-
 from toolkit.errors import Problem
-from toolkit.settings import declared
-from toolkit.trainers.ppo_config import PPOConfig
-from toolkit.trainers.trl_compat import PPOFields, TRLPPOConfig
+from toolkit.trainers.ppo_config import UNREAD_BY_PPO
+from toolkit.trainers.unread import NO_CAST, NO_UPLOADS, UNREAD_BY_Q
 
 _DIVIDED_WEIGHTS = Problem(
     "shards a model's weights across processes, and here each holds the whole base: bitsandbytes' 4-bit weights are "
@@ -37,75 +33,6 @@ BREAKS_GOING_ON = {
 
 # transformers reads the old name, which remedies and plans give, only where the new one is not there.
 OTHER_NAMES = {"activation_checkpointing": Problem("has another name here.", remedy="Write gradient_checkpointing.")}
-
-# Fields of TRL's PPOConfig that our loop reads, but for those that ours declares: TRL's own, and transformers'.
-_READ_BY_PPO = {
-    *(get_annotations(PPOFields).keys() - declared(PPOConfig).keys()),
-    # the run and the machine
-    "run_name", "report_to", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-    "hub_private_repo", "data_seed", "full_determinism", "use_cpu", "disable_tqdm", "log_level",
-    "dataloader_num_workers",
-    # batches and the number of updates
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
-    "max_steps",
-    # the optimizer, precision and memory
-    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
-    "lr_scheduler_type", "warmup_steps", "fp16", "tf32", "gradient_checkpointing_kwargs",
-    # logging, evaluation, saving
-    "logging_strategy", "logging_first_step", "eval_strategy", "eval_steps", "eval_on_start", "eval_delay",
-    "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model",
-    "greater_is_better",
-}  # fmt: skip
-
-# Why some of the others are refused, where "does not read it" would not help.
-# But for hub_private_repo: by it transformers' callback makes a Trackio Space private.
-_NO_UPLOADS = dict.fromkeys(
-    ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-    "transformers cannot upload a folder of weights per role; upload what toolkit export writes",
-)
-_NO_CAST = dict.fromkeys(
-    ("bf16_full_eval", "fp16_full_eval"),
-    "evaluation has the precision of training; this would cast the weights being trained",
-)
-_INSTEAD = {
-    **_NO_UPLOADS,
-    **_NO_CAST,
-    "sft_model_path": "the base is base.model",
-    "reward_model_path": "the reward role is trained by the reward stage, or loaded with start.reward",
-    **dict.fromkeys(
-        ("batch_size", "local_batch_size"), "a batch is per_device_train_batch_size × gradient_accumulation_steps"
-    ),
-    **dict.fromkeys(
-        ("mini_batch_size", "local_mini_batch_size"), "a mini-batch is the batch divided by num_mini_batches"
-    ),
-    "micro_batch_size": "a micro-batch is per_device_train_batch_size",
-    "num_total_batches": "the number of updates is max_steps",
-    "model_adapter_name": "the policy's adapter is adapters.policy",
-    "ref_adapter_name": "the reference is chosen by where the policy starts",
-    **dict.fromkeys(
-        ("stop_token", "stop_token_id"),
-        "responses stop at any end of sequence that the tokenizer or the checkpoint names",
-    ),
-    "num_sample_generations": "samples are written before and after training",
-}
-
-# Fields of TrainingArguments that have no effect on Q-learning.
-_IGNORED_BY_Q = {
-    **dict.fromkeys(("label_smoothing_factor", "label_names"), "the loss is that of Q-learning"),
-    **dict.fromkeys(
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
-        "a step runs several roles, not one forward pass of a model",
-    ),
-    "neftune_noise_alpha": "states and targets have to be those of decoding",
-    "remove_unused_columns": "the collator takes the columns that it needs",
-    **dict.fromkeys(
-        ("prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches", "batch_eval_metrics",
-         "include_for_metrics"),
-        "evaluation decodes the held-out prompts",
-    ),
-    "include_num_input_tokens_seen": "the loss is a mean over response tokens, not input tokens",
-    "average_tokens_across_devices": "a mean is over all rows, whatever the number of processes",
-}  # fmt: skip
 
 # What a user of other generation code looks for, and why it is not to be had here. No fields: nothing could read them.
 _TRUNCATES = Problem(
@@ -143,8 +70,8 @@ _OF_THE_TOKENIZER = dict.fromkeys(
 WITHOUT_EFFECT = {
     "sft": {
         **_OF_THE_TOKENIZER,
-        **_NO_UPLOADS,
-        **_NO_CAST,
+        **NO_UPLOADS,
+        **NO_CAST,
         "label_smoothing_factor": "the losses of TRL's trainer have none",
         **dict.fromkeys(
             ("completion_only_loss", "assistant_only_loss", "dataset_text_field"),
@@ -156,15 +83,11 @@ WITHOUT_EFFECT = {
     },
     "reward": {
         **_OF_THE_TOKENIZER,
-        **_NO_UPLOADS,
-        **_NO_CAST,
+        **NO_UPLOADS,
+        **NO_CAST,
         **dict.fromkeys(("trust_remote_code", "model_init_kwargs"), "the model is loaded by base or reward_model"),
     },
-    "ppo": {
-        name: _INSTEAD.get(name, "the toolkit's PPO loop does not read it")
-        for name in dict.fromkeys([*(f.name for f in fields(TRLPPOConfig) if f.init), *_INSTEAD])
-        if name not in {*_READ_BY_PPO, *declared(PPOConfig), *OF_NO_RECIPE}
-    },
-    "q": {**_IGNORED_BY_Q, **_NO_UPLOADS, **_NO_CAST},
+    "ppo": UNREAD_BY_PPO,
+    "q": UNREAD_BY_Q,
 }
 """Fields of a stage's class that the stage does not read, each with the reason; of PPO those with `loop: toolkit`."""

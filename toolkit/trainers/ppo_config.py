@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 from transformers.trainer_utils import IntervalStrategy
@@ -23,6 +23,7 @@ from toolkit.settings import (
 )
 from toolkit.trainers.trainer_internals import states_kept
 from toolkit.trainers.trl_compat import HAS_PPO, NO_TRL_LOOP, TRLPPOConfig
+from toolkit.trainers.unread import given_in_vain, unread_by_ppo, unread_by_trl
 
 GREEDY_ROLLOUTS = Problem(
     "is false: each prompt gets the likeliest tokens alone, so that nothing is explored, and ratio and advantages are "
@@ -30,19 +31,6 @@ GREEDY_ROLLOUTS = Problem(
     "rollout_do_sample",
 )
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-_NOT_IN_TRL_LOOP = (
-    *("stop_token_id", "num_sample_generations", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
-    *("data_seed", "full_determinism", "batch_size", "mini_batch_size", "num_total_batches", "world_size"),
-    *("local_batch_size", "micro_batch_size", "local_mini_batch_size", "auto_find_batch_size"),
-    *("sft_model_path", "reward_model_path", "push_to_hub", "model_adapter_name", "ref_adapter_name"),
-    *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last"),
-    *("remove_unused_columns", "train_sampling_strategy", "dataset_num_proc", "label_names", "include_for_metrics"),
-    *("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "torch_empty_cache_steps"),
-    *("liger_kernel_config", "torch_compile", "include_num_input_tokens_seen", "logging_nan_inf_filter"),
-    *("bf16_full_eval", "fp16_full_eval", "skip_memory_metrics"),
-)
-"""Fields of TRL's class that its loop does not read, or to which it or `stock_ppo.trl_config` gives a value: nothing is
-evaluated, and of `push_to_hub` an empty repository would come."""
 _LEAST_WHITENED_BY_TRL = 8
 
 
@@ -229,7 +217,9 @@ class PPOConfig(TRLPPOConfig):
             yield Problem("needs an eval_strategy and metric_for_best_model.", "early_stopping_patience")
         if self.max_steps > 0 and self.total_episodes is not None:
             yield Problem("sets the number of updates, and so does max_steps.", "total_episodes", "Give one.")
-        if self.loop == "trl":
+        if self.loop == "toolkit":
+            yield from given_in_vain(self, UNREAD_BY_PPO)
+        else:
             yield from self._beyond_trl() if HAS_PPO else [NO_TRL_LOOP]
 
     def _conflicts_of_value(self) -> Iterator[Problem]:
@@ -275,16 +265,10 @@ class PPOConfig(TRLPPOConfig):
             value = getattr(self, name)
             if name in known and not fits(value, known[name]):
                 yield Problem(f"{type_name(known[name])} is needed with loop: trl, got {value!r}.", name)
-            elif name not in known and not ours.metadata["in_trl_loop"] and value != ours.default:
+            elif name not in known and not ours.in_trl_loop and value != ours.default:
                 yield Problem("would have no effect with loop: trl, which has none.", name)
-        defaults = {
-            each.name: each.default_factory() if callable(each.default_factory) else each.default
-            for each in fields(self)
-        }
-        for name in _NOT_IN_TRL_LOOP:
-            if getattr(self, name) != defaults[name]:
-                yield Problem("would have no effect with loop: trl, which has none.", name)
-        if self.max_grad_norm not in (0, defaults["max_grad_norm"]):
+        yield from given_in_vain(self, unread_by_trl(declared(type(self))))
+        if self.max_grad_norm not in (0, type(self).max_grad_norm):
             yield Problem("would have no effect with loop: trl, which clips no gradients.", "max_grad_norm")
         rows = self.rollout_batch_size // self.num_mini_batches
         if self.whiten_rewards and rows < _LEAST_WHITENED_BY_TRL:
@@ -329,3 +313,7 @@ class PPOConfig(TRLPPOConfig):
         # A pass leaves out the rows that do not fill its last batch.
         batches = math.floor(self.num_train_epochs * (rows // self.rollout_batch_size) + 1e-9)  # 0.29 · 100 is 28.99…
         return max(1, batches // self.rollouts_per_update)
+
+
+UNREAD_BY_PPO = unread_by_ppo(declared(PPOConfig))
+"""Fields that our loop does not read, each with the reason."""

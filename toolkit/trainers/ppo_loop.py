@@ -25,6 +25,8 @@ from toolkit.trainers.not_finite import MOST_IN_A_ROW, where_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 from toolkit.trainers.same_run import of_this_version
 
+_OF_TRL = ("model", "ref_model", "value_model", "reward_model", "peft_config", "data_collator")
+
 
 class PPOLoop(SharedBaseTrainer):
     """A trainer that runs `total_updates` updates, which a subclass makes by `generate`, `score` and `step`."""
@@ -33,6 +35,9 @@ class PPOLoop(SharedBaseTrainer):
     _trains_on = True
 
     def __init__(self, *arguments: Any, **named: Any):
+        if theirs := [name for name in _OF_TRL if name in named]:
+            wrong = f"{' and '.join(theirs)}: arguments of TRL's own trainer. The models are roles of one base here."
+            raise ToolkitError(wrong, remedy="Give roles, a SharedBase, and reward, as docs/coming_from.md shows.")
         super().__init__(*arguments, **named)
         self.watch = Watch()
         self.measured_before: tuple[Mapping[str, float], Sequence[str], Sequence[str]] | None = None

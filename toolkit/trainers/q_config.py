@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 
 from toolkit.errors import Problem
 from toolkit.settings import A_TEMPERATURE, AT_LEAST_1, NOT_NEGATIVE, UP_TO_1, check, setting
+from toolkit.trainers.unread import UNREAD_BY_Q, given_in_vain
 
 
 @dataclass
@@ -61,6 +62,7 @@ class QConfig(TrainingArguments):
         check(self, self._conflicts)
 
     def _conflicts(self) -> Iterator[Problem]:
+        yield from given_in_vain(self, UNREAD_BY_Q)
         if self.bound == "sigmoid" and not self.lowest_return < self.highest_return:
             wrong = f"{self.lowest_return} has to be below highest_return, which is {self.highest_return}."
             yield Problem(wrong, "lowest_return")

@@ -115,11 +115,15 @@ def stock_rollouts(trainer: StockPPOTrainer) -> Rollouts:
 _OUR_NAMES = {
     "objective/scores": "score",
     "objective/kl": "kl",
+    "objective/entropy": "entropy",
+    "objective/rlhf_reward": "rlhf_reward",
     "loss/policy_avg": "policy_loss",
     "loss/value_avg": "value_loss",
     "policy/approxkl_avg": "approx_kl",
     "policy/clipfrac_avg": "clip_fraction",
     "val/clipfrac_avg": "value_clip_fraction",
+    "val/ratio": "ratio",
+    "lr": "learning_rate",
 }
 
 
