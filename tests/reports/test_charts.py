@@ -76,6 +76,12 @@ def test_of_many_points_some_from_everywhere_are_drawn():
     assert "points<" not in scatter("x", {"x": points[:2000]}) + scatter("x", {"x": points}, joined=True)
 
 
+def test_the_axes_of_joined_points_are_those_of_what_is_drawn():
+    text = scatter("score vs. KL", {"": [(i / 1000, 100.0 * (-1) ** i + i) for i in range(1000)] * 2}, joined=True)
+    found = sorted(float(y) for y in re.findall('circle class="dot s0" cx="[^"]*" cy="([^"]*)"', text))
+    assert (found[-1], found[0]) == (162.0, 12.0)
+
+
 def test_a_curve_is_where_its_numbers_are():
     text = curves("loss", {"loss": [(0.0, 1.0), (5.0, 3.0), (10.0, 2.0)]}, marks=[(5.0, "a <sign>"), (99.0, "beyond")])
     assert drawn("line s0", text) == [[46.0, 162.0], [188.0, 12.0], [330.0, 87.0]]  # of 340 by 190 with its margins

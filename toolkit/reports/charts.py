@@ -167,15 +167,15 @@ def scatter(
     """Points, of many those at equal distances in their order; `joined` in it, the last one larger; with a `diagonal`
     where both axes say the same."""
     finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in series.items()}
-    every = [point for points in finite.values() for point in points]
-    plane = _Plane([x for x, _ in every], [y for _, y in every])
+    dots = {name: thinned(points)[0] if joined else _some(points) for name, points in finite.items()}
+    drawn = [point for points in dots.values() for point in points]
+    plane = _Plane([x for x, _ in drawn], [y for _, y in drawn])  # means of many points take less room than these
     body = [plane.axes()]
     if diagonal:
         ends = [(max(plane.x_low, plane.y_low),) * 2, (min(plane.x_high, plane.y_high),) * 2]
         body.append(f'<polyline class="mark" points="{plane.path(ends)}"/>')
-    dots = {name: thinned(points)[0] if joined else _some(points) for name, points in finite.items()}
-    if not joined and (number := sum(map(len, dots.values()))) < len(every):
-        title = f"{title}, {number:,} of {len(every):,} points"
+    if not joined and len(drawn) < (number := sum(map(len, finite.values()))):
+        title = f"{title}, {len(drawn):,} of {number:,} points"
     for i, shown in enumerate(dots.values()):
         if joined:
             body.append(f'<polyline class="line thin s{i}" points="{plane.path(shown)}"/>')
