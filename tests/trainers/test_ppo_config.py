@@ -202,6 +202,11 @@ def test_what_nobody_gave_is_not_refused_in_a_copy(tmp_path):
     assert replace(args, kl_coef=0.1).kl_coef == 0.1
 
 
+def test_what_transformers_sets_on_a_mac_is_not_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_mps_available", lambda: True)
+    assert config(tmp_path, dataloader_num_workers=2).dataloader_multiprocessing_context == "fork"
+
+
 @pytest.mark.parametrize("owner", STAGE_CLASSES.values())
 def test_a_script_can_take_its_arguments_from_the_command_line(owner, tmp_path):
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--learning_rate", "0.5"]

@@ -109,7 +109,8 @@ def unread_by_trl(ours: Iterable[str]) -> dict[str, str]:
 # What transformers makes of a field that nobody gives, and what it sets by itself.
 _AS_MADE = {"accelerator_config": AcceleratorConfig(), "debug": []}
 _SET_BY_ITSELF = {
-    *("dataloader_pin_memory", "activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("dataloader_pin_memory", "dataloader_multiprocessing_context"),  # on a CPU, and on a Mac
     *("torch_compile_backend", "torch_compile_mode"),  # by which torch_compile is set, and by that they
 }
 
