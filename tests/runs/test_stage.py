@@ -49,6 +49,11 @@ def test_the_precision_and_why_it_is_this_one_are_said_and_kept(tmp_path, checkp
     assert "finds no GPU that it can use: ppo runs on the CPU. If there is one, see nvidia-smi" in said
     monkeypatch.undo()
     assert [*about_stage(asked, "ppo")] == [] and figures(asked, "ppo", 0.0, {}, {})["dtype"] == "float32"
+    monkeypatch.setattr("toolkit.runs.build.slow_here", lambda dtype: "nine times slower." * (dtype == "bfloat16"))
+    in_16_bits = chat_recipe(tmp_path, checkpoint, "base.dtype=float32", "ppo.bf16=true")
+    assert [*about_stage(in_16_bits, "ppo")] == [
+        "ppo.bf16 is true: nine times slower. Without it passes are in float32."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from tests.tiny_models import needs_trl_loop
 from tests.trainers.helpers import config
 from toolkit.errors import ConfigError
 from toolkit.functional import KL_ESTIMATORS
+from toolkit.models import Precision
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.unread import INSTEAD
@@ -200,6 +201,15 @@ def test_values_that_trls_loop_lacks(changes, message, tmp_path):
 def test_what_nobody_gave_is_not_refused_in_a_copy(tmp_path):
     args = config(tmp_path, eval_strategy="steps", eval_steps=2)
     assert replace(args, kl_coef=0.1).kl_coef == 0.1
+
+
+@pytest.mark.parametrize(
+    ("fast", "given", "expected"),
+    [("bfloat16", None, True), ("float32", None, False), ("float16", None, False), ("float32", True, True)],
+)
+def test_passes_are_in_bfloat16_where_it_is_fast_or_asked_for(fast, given, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("toolkit.trainers.ppo_config.fast_precision", lambda: Precision(fast))
+    assert config(tmp_path, bf16=given).bf16 is expected
 
 
 def test_what_transformers_sets_on_a_mac_is_not_refused(tmp_path, monkeypatch):

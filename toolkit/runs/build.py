@@ -88,6 +88,8 @@ def about_stage(recipe: Recipe, stage: str) -> Iterator[str]:
         yield f"{key} is {precision}."
     if slow := about_slow(precision.dtype, key):
         yield slow
+    elif given.get("bf16") and (slow := slow_here("bfloat16")):
+        yield f"{stage}.bf16 is true: {slow} Without it passes are in {precision.dtype}."
     if finds_no_gpu():
         wrong = f"torch, built for CUDA {torch.version.cuda}, finds no GPU that it can use: {stage} runs on the CPU. "
         wrong += "If there is one, see nvidia-smi: its driver may be too old for this build (docs/running.md). "

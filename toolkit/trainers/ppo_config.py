@@ -9,6 +9,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from toolkit.errors import Problem
 from toolkit.functional import ValuePooling
+from toolkit.models import fast_precision
 from toolkit.settings import (
     AT_LEAST_1,
     BELOW_1,
@@ -52,6 +53,8 @@ class PPOConfig(TRLPPOConfig):
     `per_device_train_batch_size` of the longest rows have, hence more rows where they are short. For forward passes
     without gradient the number is `local_rollout_forward_batch_size`. (In TRL 1.12 a step has
     `gradient_accumulation_steps` micro-batches, whatever `num_mini_batches` is: huggingface/trl#5645.)
+
+    Of a script that sets neither `bf16` nor `fp16` the passes are in bfloat16 if the machine computes it fast.
 
     The number of updates is `max_steps`, or follows from `total_episodes` or `num_train_epochs`.
     """
@@ -182,6 +185,9 @@ class PPOConfig(TRLPPOConfig):
     )
 
     def __post_init__(self) -> None:
+        # TRL sets it to true, on every machine.
+        if self.bf16 is None and not self.fp16:  # type: ignore[has-type]
+            self.bf16 = fast_precision().dtype == "bfloat16"
         with states_kept():  # of a trainer that there is already
             super().__post_init__()
         check(self, self._conflicts)
