@@ -190,6 +190,20 @@ def test_what_is_no_batch(tmp_path):
             ours.generate(given)
 
 
+@pytest.mark.parametrize(
+    ("callbacks", "silent", "shown"),
+    [(None, False, {"Progress"}), ([TrainerCallback()], False, set()), (None, True, {"PrinterCallback"})],
+)
+def test_its_progress_is_ours_unless_callbacks_say_otherwise(callbacks, silent, shown, tmp_path, capsys):
+    args = config(tmp_path, disable_tqdm=silent, max_steps=1, run_name="mine")
+    ours = PPOTrainer(args, doubling.tokenizer(), shared_base(), count_reward(5), dataset(), callbacks=callbacks)
+    there = {type(one).__name__ for one in ours.callback_handler.callbacks}
+    assert there & {"Progress", "ProgressCallback", "PrinterCallback"} == shown
+    ours.train()
+    said = capsys.readouterr()
+    assert ("mine 1/1" in said.err, "samples_per_second" in said.out) == ("Progress" in shown, silent)
+
+
 def test_the_arguments_of_trls_trainer(tmp_path):
     with pytest.raises(ToolkitError, match=r"^model and data_collator: arguments of TRL's own .* Give roles, a Shared"):
         PPOTrainer(config(tmp_path), doubling.tokenizer(), model=None, train_dataset=dataset(), data_collator=None)

@@ -168,7 +168,8 @@ class SamplingTrainer(RoleTrainer):
         metrics: further metrics of a rollout, for evaluation.
         judge: a second reward, for evaluation, which nothing is trained on.
         base_name: name of the base to write into saved adapters.
-        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+        callbacks: as in `Trainer`, in place of `Progress`, which is there where none are given; `disable_tqdm` has
+            transformers' printer instead.
     """
 
     collator_type: type[PromptCollator | RatedCollator]
@@ -199,6 +200,8 @@ class SamplingTrainer(RoleTrainer):
         collator = self.collator_type(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
         # Not TRL's __init__, which builds an Accelerator without precision, sets no seed, zeroes dropout and
         # changes the model: transformers' own.
+        if callbacks is None and not args.disable_tqdm:
+            callbacks = [Progress(args.run_name or Path(args.output_dir).name, quiet=not processes.is_main())]
         given = {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
         Trainer.__init__(self, roles, args, collator, train_dataset, eval_dataset, **given)
         in_place_of_progress(self, callbacks)
