@@ -4,12 +4,23 @@ import stat
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from tests import FSYNC
 from toolkit import disk
-from toolkit.disk import as_the_umask_says, check_file, copy_contents, unfinished_in, write_output, write_whole, writing
+from toolkit.disk import (
+    as_the_umask_says,
+    check_file,
+    copy_contents,
+    is_full,
+    takes_no_more,
+    unfinished_in,
+    write_output,
+    write_whole,
+    writing,
+)
 from toolkit.errors import ToolkitError
 
 
@@ -66,6 +77,24 @@ def test_a_user_s_file_that_nothing_may_stand_beside_or_replace_is_written_in_pl
     with pytest.raises(ToolkitError, match="page.html: cannot be written"):
         write_output(file, "new")
     assert file.read_text(encoding="utf-8") == "é\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "full", "no_more"),
+    [
+        (OSError(errno.ENOSPC, "x"), True, True),
+        (OSError(errno.EDQUOT, "x"), True, True),
+        (SafetensorError("I/O error: Disk quota exceeded (os error 122)"), True, True),
+        (Exception("No space left on device (os error 28)"), True, True),
+        (OSError(errno.EIO, "x"), False, True),
+        (OSError(errno.EROFS, "x"), False, True),
+        (OSError(errno.EACCES, "x"), False, False),
+        (ValueError("x"), False, False),
+        (None, False, False),
+    ],
+)
+def test_a_disk_that_is_full_or_takes_no_more(error, full, no_more):
+    assert (is_full(error), takes_no_more(error)) == (full, no_more)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")

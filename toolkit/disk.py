@@ -20,6 +20,7 @@ from toolkit.errors import ToolkitError
 MANIFEST = "manifest.json"
 RESULT_FILE = "result.json"  # of a finished stage
 ASIDE = ".partial"
+REPLACED, UNFINISHED = ".replaced", ".unfinished"  # in a run folder: see `toolkit.runs.aside`
 _KEPT_SHUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _UNFINISHED = re.compile(rf"\.toolkit-[0-9a-f]{{16}}{ASIDE}")
@@ -44,8 +45,18 @@ def of_a_disk(error: Exception) -> bool:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether a write met a disk, or a quota, that is full."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    """Whether it is of a disk without room, or a quota that is used up."""
+    return _is_of(error, errno.ENOSPC, errno.EDQUOT)
+
+
+def takes_no_more(error: BaseException | None) -> bool:
+    """Whether it is of a disk that is full, has failed, or may only be read since."""
+    return is_full(error) or _is_of(error, errno.EIO, errno.EROFS)
+
+
+def _is_of(error: BaseException | None, *numbers: int) -> bool:
+    # Some libraries have it as text alone.
+    return getattr(error, "errno", None) in numbers or any(os.strerror(number) in str(error) for number in numbers)
 
 
 def check_file(path: Path | None) -> None:

@@ -1,7 +1,6 @@
 """The hub of models and data sets: whether it can be asked. Where it cannot, its libraries try for minutes."""
 
 import errno
-import os
 import queue
 import socket
 import threading
@@ -14,11 +13,12 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from toolkit import phases
+from toolkit.disk import is_full
 from toolkit.errors import ToolkitError
 
 SECONDS = 5.0
 """For a name to be resolved and for a connection to one of its addresses, together."""
-_FULL, _KEPT_SHUT = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
+_KEPT_SHUT = (errno.EACCES, errno.EPERM, errno.EROFS)
 _silent: dict[tuple[str, int], bool] = {}
 
 
@@ -88,12 +88,6 @@ def causes_of(error: BaseException) -> list[BaseException]:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
     return causes
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether it is of a disk without room, or a quota that is used up; some libraries have it as text alone."""
-    texts = (os.strerror(number) for number in _FULL)
-    return getattr(error, "errno", None) in _FULL or any(text in str(error) for text in texts)
 
 
 def _proxy_before(url: str) -> str:

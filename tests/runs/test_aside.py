@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from toolkit.checkpoints import whole_folder
 from toolkit.cli import app
-from toolkit.disk import RESULT_FILE
+from toolkit.disk import REPLACED, RESULT_FILE, UNFINISHED
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import aside, owned
 from toolkit.runs.folder import check_whole, run_folder
@@ -71,15 +71,15 @@ def test_what_a_notebook_replaces_goes_once_all_of_its_model_is_saved(run):
     aside.train_by_hand(run, ["policy/role.json", "value/role.json"])
     for name in ("policy/adapter_config.json", "policy/role.json", "value/adapter_config.json"):
         write(run / "ppo", {name: "{}"})
-    assert aside.settle(run) and (run / aside.REPLACED / "ppo" / RESULT_FILE).is_file()  # a kill while it saved
+    assert aside.settle(run) and (run / REPLACED / "ppo" / RESULT_FILE).is_file()  # a kill while it saved
     with pytest.raises(ToolkitError, match="keeps its earlier ppo aside"):
         check_whole(run)
     write(run / "ppo", {"value/role.json": "{}"})
     check_whole(run)  # which deletes nothing
-    assert (run / aside.REPLACED).exists() and not aside.settle(run) and not (run / aside.REPLACED).exists()
+    assert (run / REPLACED).exists() and not aside.settle(run) and not (run / REPLACED).exists()
 
 
-@pytest.mark.parametrize("stored", ["", aside.REPLACED, aside.UNFINISHED])
+@pytest.mark.parametrize("stored", ["", REPLACED, UNFINISHED])
 @pytest.mark.parametrize(
     "text",
     ["{}", '{"into": null, "moves": 5}', '{"into": null, "moves": [["a"]]}', '{"into": "elsewhere", "moves": []}',
@@ -102,7 +102,7 @@ def test_what_is_replaced_comes_back_as_it_was(run):
     begin_anew(run)
     assert content(run)["ppo/metrics.jsonl"] == "new metrics" and not (run / "ppo" / RESULT_FILE).exists()
     assert content(run)[".replaced/ppo/result.json"] == "old result" and content(run)["sft/result.json"] == "old result"
-    assert aside.settle(run) and aside.changing(run, aside.REPLACED) == ["eval", "ppo"]
+    assert aside.settle(run) and aside.changing(run, REPLACED) == ["eval", "ppo"]
     aside.put_back(run, keep=True)
     after = content(run)
     assert {name: text for name, text in after.items() if not name.startswith(".")} == before
@@ -170,7 +170,7 @@ def test_what_lies_aside_is_told_while_another_stage_is_placed(run):
     told = "files were being moved there when a kill came. Run {} of .*/recipe.yaml in it .*: {}"
     with pytest.raises(ToolkitError, match=told.format("the ppo stage", "with resume=True what was begun goes on")):
         check_whole(run)
-    shutil.rmtree(run / aside.REPLACED)
+    shutil.rmtree(run / REPLACED)
     with pytest.raises(ToolkitError, match=told.format("a stage", "which moves the rest")):
         check_whole(run, ["sft"])
 
@@ -195,7 +195,7 @@ def test_no_list_moves_a_recipe_from_elsewhere_or_what_is_none_of_a_stage(moved,
 
 def test_what_is_none_of_a_stage_does_not_come_back(run):
     begin_anew(run)
-    write(run / aside.REPLACED, {"reward.py": "theirs"})
+    write(run / REPLACED, {"reward.py": "theirs"})
     aside.put_back(run, keep=False)
     assert not (run / "reward.py").exists() and content(run)["ppo/result.json"] == "old result"
 
@@ -304,7 +304,7 @@ def test_the_folder_of_all_runs_may_be_a_link(run, tmp_path):
     (tmp_path / "all").symlink_to(tmp_path)
     begin_anew(tmp_path / "all" / "run", finished=True)
     assert not aside.settle(tmp_path / "all" / "run")
-    assert (run / "ppo" / "metrics.jsonl").read_text() == "new metrics" and not (run / aside.REPLACED).exists()
+    assert (run / "ppo" / "metrics.jsonl").read_text() == "new metrics" and not (run / REPLACED).exists()
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_runs import Stop, chat_recipe, command_here, cut_short, finished
-from toolkit.disk import damage
+from toolkit.disk import REPLACED, UNFINISHED, damage
 from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import build, stages
 from toolkit.runs import result as result_module
 from toolkit.runs import stage as stage_module
-from toolkit.runs.aside import REPLACED, UNFINISHED
 from toolkit.runs.comparison import compare
 from toolkit.runs.folder import claim, finish, way_on
 from toolkit.runs.lock import at_work

@@ -86,7 +86,7 @@ def test_a_full_disk_says_how_a_stage_goes_on(in_another, tmp_path, checkpoint, 
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(file, mode, *args, **named)
 
-    wrong = r"metrics.jsonl: cannot be written \(No space left.*Then go on with resume=True\.$"
+    wrong = r"metrics.jsonl: cannot be written \(No space left.*written there, ppo goes on with resume=True\.$"
     with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=wrong):
         patch.setattr(Path, "open", full)
         if in_another:
@@ -98,6 +98,11 @@ def test_a_full_disk_says_how_a_stage_goes_on(in_another, tmp_path, checkpoint, 
     with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=r"No space left .* can be written\.$"):
         patch.setattr(Path, "open", full)
         stages.run(recipe, "ppo", overwrite=True)  # before it has saved anything to go on from
+    assert stages.run(recipe, "ppo") == result
+    with monkeypatch.context() as patch, pytest.raises(ToolkitError, match=r"No space left .* can be written\.$"):
+        patch.setattr(Path, "open", full)
+        patch.setattr(aside, "put_back", lambda *_, **__: full(metrics, "a"))  # which has to write, too
+        stages.run(recipe, "ppo", overwrite=True)
     assert stages.run(recipe, "ppo") == result
 
 

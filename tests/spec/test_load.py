@@ -790,6 +790,21 @@ def test_the_recipe_of_a_run_elsewhere_is_no_new_one(tmp_path):
     (folder / ".replaced").mkdir()
     aside = shutil.copy(folder / "recipe.yaml", folder / ".replaced")  # as a kill may leave it
     assert recipes.load(aside, runs_dir=tmp_path / "elsewhere").run == "mine"
+    (folder / "mine.py").write_text("def rule(rollout):\n    return rollout.lengths\n")  # which lies where it lay
+    (folder / "turns.jinja").write_text("{{ messages }}")
+    text = yaml.safe_load((folder / "recipe.yaml").read_text())
+    text["scorer"] = {"kind": "function", "function": "mine.py:rule"}
+    text["base"]["chat_template"] = "turns.jinja"
+    Path(aside).write_text(yaml.safe_dump(text))
+    found = recipes.load(aside, runs_dir=tmp_path / "elsewhere").values
+    assert found["scorer"]["function"] == f"{folder / 'mine.py'}:rule"
+    assert found["base"]["chat_template"] == "{{ messages }}"
+    web = tmp_path / "web" / ".config"
+    web.mkdir(parents=True)
+    shutil.copy(folder / "recipe.yaml", web)
+    (tmp_path / "web" / "app").mkdir()
+    (tmp_path / "web" / "app" / "manifest.json").write_text("{}")  # of something else
+    assert recipes.load(web / "recipe.yaml", runs_dir=tmp_path / "runs").run == "recipe"
     for option in (("--runs-dir", str(tmp_path / "elsewhere")), ("--run", "new")):
         done = CliRunner().invoke(app, ["show", str(folder / "recipe.yaml"), *option])
         assert done.exit_code == 0 and "some/checkpoint" in done.stdout

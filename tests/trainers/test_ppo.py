@@ -376,7 +376,9 @@ def test_trl_methods_that_remain(tmp_path):
         ours.null_ref_context()
     with pytest.raises(ToolkitError, match=r"generate_completions .* Take trainer.evaluate\(\)"):
         ours.generate_completions(sampling=True)
-    with pytest.raises(ToolkitError, match=r"push_to_hub would upload .* Upload what toolkit export writes"):
+    with pytest.raises(
+        ToolkitError, match=r"push_to_hub would upload .* hf upload for what it makes there: policy or value\."
+    ):
         ours.push_to_hub(dataset_name="prompts")
 
 

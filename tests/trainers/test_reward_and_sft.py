@@ -16,7 +16,7 @@ from tests.tolerances import EXACT, FP32
 from tests.trainers import resumable
 from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
-from toolkit.errors import DataError
+from toolkit.errors import DataError, ToolkitError
 from toolkit.models import SharedBase, load_role, sequence_logits
 from toolkit.spec.validate import measured_names
 from toolkit.trainers import reward, sft
@@ -70,6 +70,8 @@ def test_scalar_reward_learns_pairs_and_saves_a_role(checkpointing, tmp_path):
     after = pair_figures(judge_pairs(base, pairs(16), tokenizer, batch_size=8))
     assert after["accuracy"] == 1.0 and after["rows"] == 16 and after["margin"] > 1
     assert after["accuracy_ci"][0] == pytest.approx(0.806, abs=1e-3)  # Wilson, 16 of 16
+    with pytest.raises(ToolkitError, match=r"push_to_hub would .* what it makes there: reward\."):
+        trainer.push_to_hub()
     trainer.save_model(str(tmp_path / "out"))
     other = SharedBase(tiny_model())
     assert load_role(other, "reward", tmp_path / "out" / "reward")["pad_token_id"] == 0

@@ -7,7 +7,7 @@ from transformers import TrainerCallback, set_seed
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import config, count_reward, dataset, trainer
 from toolkit.data import doubling
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ToolkitError
 from toolkit.trainers.stock_ppo import _InOurNames, stock_ppo_trainer, stock_rollouts
 
 TRLPPOTrainer = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is the last with PPO").PPOTrainer
@@ -38,6 +38,8 @@ def test_the_unmodified_trainer_trains_policy_and_value_on_the_shared_base(tmp_p
         and "heads.value.weight" in changed
     )
     assert all(".policy." in n or ".value." in n or n == "heads.value.weight" for n in changed)
+    with pytest.raises(ToolkitError, match=r"push_to_hub would .* what it makes there: policy or value\."):
+        trainer.push_to_hub()
 
 
 def test_measuring_takes_nothing_from_trls_loop(tmp_path):

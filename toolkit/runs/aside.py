@@ -16,7 +16,9 @@ from typing import Any
 
 from toolkit.disk import (
     MANIFEST,
+    REPLACED,
     RESULT_FILE,
+    UNFINISHED,
     files_in,
     is_plain,
     prune,
@@ -29,8 +31,7 @@ from toolkit.errors import ToolkitError
 from toolkit.runs.owned import EVALUATION, RECIPE_FILE, delete, refuse_link, written
 from toolkit.spec.plan import STAGES
 
-REPLACED, UNFINISHED, TAKEN = ".replaced", ".unfinished", ".taken"
-_DELETED, _MOVES = ".deleted", ".moves.json"
+TAKEN, _DELETED, _MOVES = ".taken", ".deleted", ".moves.json"
 _STORES = (REPLACED, UNFINISHED, _DELETED)
 _FOLDERS = (*STAGES, EVALUATION)  # in which everything lies that is moved, but for a recipe
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.checkpoints import checkpoint_folders, checkpoints_in, step_of
-from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, damage, write_whole, writing
+from toolkit.disk import ASIDE, MANIFEST, REPLACED, RESULT_FILE, UNFINISHED, damage, write_whole, writing
 from toolkit.errors import Problem, RecipeError, ToolkitError
 from toolkit.reports import REPORT_FILE, read_result, write_result
 from toolkit.runs import aside, owned
@@ -60,7 +60,7 @@ def check_whole(run: Path, stages: Iterable[str] = STAGES) -> None:
     wrong = f"{run}: files were being moved there when a kill came."
     if left and not moving:
         wrong = f"{run} keeps its earlier {listed(left)} aside: what was begun instead has not finished."
-    places = (run, run / aside.REPLACED, run / aside.UNFINISHED)
+    places = (run, run / REPLACED, run / UNFINISHED)
     recipe = next((place / RECIPE_FILE for place in places if (place / RECIPE_FILE).is_file()), "the recipe")
     where = f'$run, here "{run.name}"' + (f"; $runs_dir, here {run.parent}" if run.parent != Path("runs") else "")
     stage, way = "a stage", "which moves the rest"
@@ -250,7 +250,7 @@ def claim(
     if not goes_on:
         owned.refuse_recipe(run, recipe.to_yaml(), STAGES)
     with writing(run):
-        if aside.changing(run, aside.REPLACED) or any(work_of(run / name) for name in stages):
+        if aside.changing(run, REPLACED) or any(work_of(run / name) for name in stages):
             aside.make_room(run, gone, wanted=wanted)
         else:
             for name in gone:
@@ -296,12 +296,12 @@ def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool 
     back = stages_as_they_were(run)
     earlier = _again(run, back) if back else ""
     open_ = aside.settle(run)
-    goes_on = resume and any(work_of(run / name) for name in aside.changing(run, aside.REPLACED))
+    goes_on = resume and any(work_of(run / name) for name in aside.changing(run, REPLACED))
     if open_ and goes_on:
         return earlier
     said = " ".join(filter(None, (earlier, restore(run) if open_ else "")))
-    there, before = run / aside.UNFINISHED, recipe.plan.needs(stage)
-    if aside.changing(run, aside.UNFINISHED):
+    there, before = run / UNFINISHED, recipe.plan.needs(stage)
+    if aside.changing(run, UNFINISHED):
         done = [name for name in before if (there / name / RESULT_FILE).is_file()]
         replaces = overwrite and any(not changes(recipe, name, there) for name in done)
         if replaces or (resume and _goes_on_there(recipe, stage)):
@@ -312,7 +312,7 @@ def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool 
 
 def restore(run: Path) -> str:
     """Put back the stages that were replaced; a sentence about them, and about what was begun in their place."""
-    names = [name for name in aside.changing(run, aside.REPLACED) if name != EVALUATION]
+    names = [name for name in aside.changing(run, REPLACED) if name != EVALUATION]
     if not names:
         return ""
     begun = [name for name in names if work_of(run / name)]
@@ -320,7 +320,7 @@ def restore(run: Path) -> str:
     back = [name for name in names if work_of(run / name)]
     if not back:
         return ""
-    more = f"What was begun in its place is in {run / aside.UNFINISHED}, and goes on where it is resumed."
+    more = f"What was begun in its place is in {run / UNFINISHED}, and goes on where it is resumed."
     return f"{_again(run, back)} {more}" if begun else _again(run, back)
 
 
@@ -331,8 +331,8 @@ def _again(run: Path, back: list[str]) -> str:
 def _goes_on_there(recipe: Recipe, stage: str) -> bool:
     """Whether a stage goes on, under these settings, with what was begun in place of it or of stages before it: not
     where it has work of its own, which stands on those that were to be replaced."""
-    run, unfinished = recipe.folder, recipe.folder / aside.UNFINISHED
-    if stage not in aside.changing(run, aside.UNFINISHED) and work_of(run / stage) is not None:
+    run, unfinished = recipe.folder, recipe.folder / UNFINISHED
+    if stage not in aside.changing(run, UNFINISHED) and work_of(run / stage) is not None:
         return False
     return not (changes(recipe, stage, unfinished).keys() - may_change(recipe, stage, unfinished))
 
@@ -340,9 +340,11 @@ def _goes_on_there(recipe: Recipe, stage: str) -> bool:
 def way_on(recipe: Recipe, stage: str) -> str:
     """How a stage that was broken off, or one before it, is gone on with: "resume"; "overwrite" where it has left what
     cannot be; "" where it has left nothing."""
-    run, unfinished = recipe.folder, recipe.folder / aside.UNFINISHED
-    there = run
-    if aside.changing(run, aside.UNFINISHED) and _goes_on_there(recipe, stage):
+    run, unfinished = recipe.folder, recipe.folder / UNFINISHED
+    there, replacing = run, aside.changing(run, REPLACED)
+    if replacing and not any(work_of(run / name) for name in replacing):
+        return ""  # the next command puts the replaced ones back: see `settle`
+    if aside.changing(run, UNFINISHED) and _goes_on_there(recipe, stage):
         there = unfinished
     elif not (run / RECIPE_FILE).is_file() or conflict(recipe, resumed=stage) is not None or finished(recipe, stage):
         return ""

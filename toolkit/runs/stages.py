@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
-from toolkit.disk import RESULT_FILE, is_full
+from toolkit.disk import RESULT_FILE, UNFINISHED, takes_no_more
 from toolkit.errors import IN_PYTHON, CheckpointError, ConfigError, RecipeError, ToolkitError
 from toolkit.reports import Progress, read_json
 from toolkit.rewards import code_digests
@@ -121,7 +121,7 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
                 if aside.settle(recipe.folder):  # not what has finished, and was only to be shown
                     sentence = restore(recipe.folder)
             if sentence and isinstance(error, ToolkitError):
-                error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
+                error.moved(recipe.stage_folder(stage), recipe.folder / UNFINISHED / stage)
             if isinstance(error, ToolkitError):
                 _add_way_on(error, recipe, stage)
             if isinstance(error, KeyboardInterrupt | BrokenPipeError | MemoryError | RuntimeError):
@@ -135,9 +135,10 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
 
 
 def _add_way_on(error: ToolkitError, recipe: Recipe, stage: str) -> None:
-    """An error of a full disk says how the stage goes on once there is room."""
-    if is_full(error.__cause__) and (way := way_on(recipe, stage)):
-        error.add_remedy(f"Then {'go on' if way == 'resume' else 'begin anew'} with ${way}.")
+    """An error of a disk says how the stage goes on once that can be written again."""
+    if takes_no_more(error.__cause__) and (way := way_on(recipe, stage)):
+        goes_on = "goes on" if way == "resume" else "begins anew"
+        error.add_remedy(f"Once it can be written there, {stage} {goes_on} with ${way}.")
 
 
 def _of_file(path: Path) -> tuple[int, int] | None:

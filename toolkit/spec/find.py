@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.disk import MANIFEST
+from toolkit.disk import MANIFEST, REPLACED, UNFINISHED
 from toolkit.errors import RecipeError, did_you_mean
 from toolkit.spec.shipped import names, recipe_folder
 
@@ -58,6 +58,12 @@ def is_run_name(name: str) -> bool:
     )  # fmt: skip
 
 
+def home_of(path: Path) -> Path:
+    """The folder beside which the files of a recipe lie: its own, or the run's in which a kill has left it aside."""
+    folder = path.resolve().parent
+    return folder.parent if path.name == "recipe.yaml" and folder.name in (REPLACED, UNFINISHED) else folder
+
+
 def named(name: str | os.PathLike[str] | Mapping[str, Any], run: str | None, runs: Path) -> tuple[Path, str, str]:
     """The file of a recipe, or the place of one that is given; its own name; and that of its run.
 
@@ -70,9 +76,7 @@ def named(name: str | os.PathLike[str] | Mapping[str, Any], run: str | None, run
         path, own = Path(f"{run}.yaml"), run
     else:
         path = find(name)
-        folder = path.resolve().parent
-        if path.name == "recipe.yaml" and folder.name.startswith("."):  # what a kill has left aside in a run folder
-            folder = folder.parent
+        folder = home_of(path)
         # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
         kept = path.name == "recipe.yaml" and folder.parent == runs.resolve()
         own = folder.name if kept else path.stem

@@ -12,7 +12,7 @@ from toolkit.errors import RecipeError
 from toolkit.rewards.function import beside
 from toolkit.settings import fits
 from toolkit.spec.chat_template import with_template
-from toolkit.spec.find import named, reason
+from toolkit.spec.find import home_of, named, reason
 from toolkit.spec.insertions import with_insertions
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import section as at_section
@@ -173,11 +173,11 @@ def load(
         found = _without_what_hides(found, given)
         found = _without_the_replaced(found, given, begun)
         found = _with_shipped_data(found, path, given)
-        found = with_reward_files(found, path.parent)
+        found = with_reward_files(found, home_of(path))
         found = _with_whole_paths(found)
     except (OSError, ValueError, RuntimeError) as error:  # as in `find.find`
         raise RecipeError(f"{path} names a file that cannot be: {reason(error)}") from error
-    found = with_template(found, path.parent)
+    found = with_template(found, home_of(path))
     problems = check_recipe(found)
     if problems:
         raise RecipeError(str(path), problems=problems)

@@ -65,6 +65,13 @@ def made_by_trl() -> Iterator[None]:
         raise RecipeError(wrong) from error
 
 
+def no_upload(last_saved: Iterable[str]) -> ToolkitError:
+    """That of `push_to_hub`, for a trainer whose `save_model` writes these files last."""
+    wrong = "push_to_hub would upload all that the stage has written, and no weights at the root."
+    folders = " or ".join(Path(name).parts[0] for name in last_saved)
+    return ToolkitError(wrong, remedy=f"Take save_model(folder), and hf upload for what it makes there: {folders}.")
+
+
 class RoleTrainer(ResumableTrainer):
     """A trainer of roles of a shared base, saved as PEFT folders named after them, or of a model without `roles`."""
 
@@ -87,6 +94,10 @@ class RoleTrainer(ResumableTrainer):
         if self.roles is None:
             return ["model/tokenizer_config.json"]
         return [f"{role}/{ROLE_FILE}" for role in self.saved_roles]
+
+    def push_to_hub(self, *arguments: Any, **named: Any) -> Any:
+        """transformers', which would upload the stage's folder, with its records of data and responses: refused."""
+        raise no_upload(self.last_saved)
 
     def load_saved(self, folder: Path) -> None:
         if self.roles is None:
@@ -285,11 +296,6 @@ class SamplingTrainer(RoleTrainer):
         """As of every trainer; and of the adapters that the run began with and does not train."""
         super().check_checkpoint(checkpoint, state)
         check_frozen(state["own"]["frozen"], self.frozen)
-
-    def push_to_hub(self, *arguments: Any, **named: Any) -> Any:
-        """transformers', which would upload the whole folder of the stage, its records of responses too: refused."""
-        wrong = "push_to_hub would upload all that the stage has written, its rollouts too, and no adapter at its root."
-        raise ToolkitError(wrong, remedy="Upload what toolkit export writes, with hf upload.")
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """transformers', of a model's outputs: refused."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from toolkit.data import PromptCollator, PromptEncoder
 from toolkit.errors import ConfigError, Problem
 from toolkit.models import ROLE_FILE, PolicyView, SharedBase, TokenScoreView, save_role
-from toolkit.trainers.common import in_place_of_progress, precision
+from toolkit.trainers.common import in_place_of_progress, no_upload, precision
 from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.rollouts import Rollouts
@@ -93,6 +93,10 @@ class StockPPOTrainer(TRLPPOTrainer):
         roles.train_roles(*_LEARNT)
         with self.state_of_accelerate.here(), _without_dropout(roles):
             super().train()
+
+    def push_to_hub(self, *arguments: Any, **named: Any) -> Any:
+        """As of our trainers: refused."""
+        raise no_upload(self.last_saved)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save what was trained as our trainer would: a PEFT folder a role, and the model card. TRL's own would write
