@@ -799,6 +799,12 @@ def test_the_recipe_of_a_run_elsewhere_is_no_new_one(tmp_path):
     found = recipes.load(aside, runs_dir=tmp_path / "elsewhere").values
     assert found["scorer"]["function"] == f"{folder / 'mine.py'}:rule"
     assert found["base"]["chat_template"] == "{{ messages }}"
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "mine.yaml").symlink_to(aside)
+    shutil.copy(folder / "turns.jinja", links)
+    shutil.copy(folder / "mine.py", links)
+    assert recipes.load(links / "mine.yaml").values["scorer"]["function"] == f"{links / 'mine.py'}:rule"
     web = tmp_path / "web" / ".config"
     web.mkdir(parents=True)
     shutil.copy(folder / "recipe.yaml", web)

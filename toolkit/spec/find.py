@@ -60,7 +60,7 @@ def is_run_name(name: str) -> bool:
 
 def home_of(path: Path) -> Path:
     """The folder beside which the files of a recipe lie: its own, or the run's in which a kill has left it aside."""
-    folder = path.resolve().parent
+    folder = Path(os.path.abspath(path)).parent  # of a link the one that it lies in
     return folder.parent if path.name == "recipe.yaml" and folder.name in (REPLACED, UNFINISHED) else folder
 
 
@@ -76,7 +76,7 @@ def named(name: str | os.PathLike[str] | Mapping[str, Any], run: str | None, run
         path, own = Path(f"{run}.yaml"), run
     else:
         path = find(name)
-        folder = home_of(path)
+        folder = home_of(path.resolve())
         # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
         kept = path.name == "recipe.yaml" and folder.parent == runs.resolve()
         own = folder.name if kept else path.stem
